@@ -1,0 +1,166 @@
+"""Every option of a run: frozen dataclasses, the same keys in TOML files and on the command line.
+
+The words and defaults are those of TRL and verl where one fits. Reading files and overrides: `cli.py`.
+"""
+
+import dataclasses
+from typing import Literal
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class SamplingConfig:
+    """What a sampler compiles in. Temperatures, limits and keys are arrays instead (`types.Requests`)."""
+
+    max_new_tokens: int
+    eos_token_ids: tuple[int, ...]
+    pad_token_id: int
+    top_k: int | None = None
+    top_p: float | None = None
+    min_p: float | None = None
+
+    def __post_init__(self):
+        if self.max_new_tokens < 1:
+            raise ValueError(f"max_new_tokens={self.max_new_tokens}: at least one token must be asked for")
+        if self.top_k is not None and self.top_k < 1:
+            raise ValueError(f"top_k={self.top_k}: must be at least 1 (leave it out to turn it off)")
+        for name in ("top_p", "min_p"):
+            value = getattr(self, name)
+            if value is not None and not 0.0 < value <= 1.0:
+                raise ValueError(f"{name}={value}: must be in (0, 1] (leave it out to turn it off)")
+
+    @property
+    def truncates(self) -> bool:
+        """Whether the distribution that is sampled differs from the softmax."""
+        return self.top_k is not None or self.top_p is not None or self.min_p is not None
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class GRPOConfig:
+    """Options of a GRPO run."""
+
+    # --- what to train on -------------------------------------------------------------------------------------------
+    model: str
+    """Directory in Hugging Face format, GGUF file, or hub id."""
+    dataset: str
+    """JSONL, JSON, CSV or Parquet file, a directory of them, a hub dataset id, or package.module:function."""
+    eval_dataset: dict[str, str] = dataclasses.field(default_factory=dict)
+    """Named held-out sets, by name; what evaluates never trains."""
+    reward: tuple[str, ...] = ()
+    """Reward functions: a shipped name, package.module:function or file.py:function."""
+    reward_weights: tuple[float, ...] = ()
+    """One weight a reward function; empty: all 1. A weight of 0 is computed and logged only."""
+    eval_reward_functions: tuple[str, ...] = ()
+    """Reward functions of the evaluation; empty: those of training. An answer counts as right from 0.5 up on the first."""
+    true_reward: str | None = None
+    """Name of the reward function whose gap to the trained reward is logged as reward_gap."""
+    multi_objective_aggregation: Literal["sum_then_normalize", "normalize_then_sum"] = "sum_then_normalize"
+    """Whether each reward is scaled within its group before the weighted sum."""
+    output_dir: str
+    """Run directory. An existing run is resumed."""
+    seed: int = 0
+    """Seed of everything random in the run."""
+
+    # --- prompts ----------------------------------------------------------------------------------------------------
+    prompt_template: str | None = None
+    """String with {prompt} for models without a chat template, or a shipped one by name (think)."""
+    system_prompt: str | None = None
+    """Put before chat prompts that bring no system message."""
+    max_prompt_length: int = 512
+    """Prompt tokens at most; see long_prompts."""
+    long_prompts: Literal["drop", "keep_start", "keep_end", "error"] = "drop"
+    """What happens to longer prompts; counted and logged."""
+    prompt_buckets: tuple[int, ...] = ()
+    """Padded prompt lengths; each compiles once. Empty: one that holds the longest prompt kept."""
+
+    # --- sampling ---------------------------------------------------------------------------------------------------
+    prompts_per_step: int = 16
+    """Prompts sampled a step, over all devices."""
+    num_generations: int = 8
+    """Completions a prompt (the group)."""
+    max_completion_length: int = 512
+    """New tokens at most."""
+    temperature: float = 1.0
+    """Of sampling; log-probs are those of logits / temperature."""
+    top_p: float | None = None
+    top_k: int | None = None
+    min_p: float | None = None
+    stop: tuple[str, ...] = ()
+    """Strings that end a completion; their tokens are the policy's own and are trained."""
+
+    # --- the algorithm ----------------------------------------------------------------------------------------------
+    preset: str | None = None
+    """Named set of loss_agg_mode, scale_rewards, ratio and clipping; options given beside it win."""
+    loss_type: str = "dapo"
+    """TRL's names for the reduction: dapo, grpo, dr_grpo, bnpo."""
+    loss_agg_mode: str | None = None
+    """token-mean, seq-mean-token-mean, seq-mean-token-sum, seq-mean-token-sum-norm; None: that of loss_type."""
+    scale_rewards: Literal["group", "batch", "none"] | None = None
+    """What advantages are divided by; None: that of the preset, or group."""
+    importance_sampling_level: Literal["token", "sequence"] | None = None
+    epsilon: float | None = None
+    """Clip range below 1; None: that of the preset, or 0.2."""
+    epsilon_high: float | None = None
+    """Clip range above 1; None: that of the preset, or epsilon."""
+    delta: float | None = None
+    """Two-sided bound on the ratio of negative advantages."""
+    beta: float = 0.0
+    """KL coefficient; 0 keeps no reference model in memory."""
+    kl_in: Literal["loss", "reward"] = "loss"
+    kl_estimator: Literal["k1", "k2", "k3", "k1+", "k3+"] = "k3"
+    mask_truncated_completions: bool = False
+    """Leave rows that ran into their limit out of the loss."""
+    num_iterations: int = 1
+    """Passes over each batch of completions."""
+    minibatch_completions: int | None = None
+    """Completions of one optimiser step; None: all of the step's."""
+    microbatch_completions: int | None = None
+    """Completions of one forward and backward pass; never changes a result. None: the minibatch."""
+
+    # --- the optimiser ----------------------------------------------------------------------------------------------
+    learning_rate: float = 1e-6
+    lr_scheduler: Literal["constant", "linear", "cosine"] = "constant"
+    warmup_steps: int = 0
+    """Optimiser steps of linear warm-up."""
+    max_grad_norm: float = 1.0
+    weight_decay: float = 0.0
+    """Decoupled, on matrices only."""
+    adam_b1: float = 0.9
+    adam_b2: float = 0.95
+    adam_eps: float = 1e-8
+
+    # --- the run ----------------------------------------------------------------------------------------------------
+    max_steps: int = 100
+    """Steps of sampling; 0: num_epochs decides."""
+    num_epochs: float = 0.0
+    """Passes over the dataset when max_steps is 0."""
+    eval_steps: int = 20
+    """Evaluate every so many steps, at the start and at the end; 0: never."""
+    eval_limit: int = 256
+    """Prompts of each evaluation set that are used."""
+    eval_num_generations: int = 8
+    """Samples a prompt for pass@k, beside the greedy one."""
+    probe_prompts: int = 64
+    """Training prompts probed before step 1; 0: none."""
+    save_steps: int = 50
+    """Checkpoint every so many steps and at the end; 0: only at the end."""
+    save_total_limit: int = 3
+    """Checkpoints kept, beside the best."""
+    best_metric: str | None = None
+    """Metric whose best checkpoint is kept beside the last ones, such as eval/test/greedy_accuracy (higher is better)."""
+    logging_steps: int = 1
+    completions_steps: int = 10
+    """A table of completions every so many steps; 0: never."""
+    report_to: tuple[str, ...] = ()
+    """Further sinks: tensorboard."""
+
+    # --- the machine ------------------------------------------------------------------------------------------------
+    mesh: dict[str, int] = dataclasses.field(default_factory=lambda: {"fsdp": -1})
+    """Mesh axes (data, fsdp, tensor) and their sizes; one may be -1."""
+    dtype: str | None = None
+    """Of the computation; None: bfloat16 on accelerators, float32 on CPU."""
+    param_dtype: str = "float32"
+    """Of the master weights."""
+    remat: Literal["none", "full", "dots"] | None = None
+    """What the backward pass recomputes; None: full on accelerators, none on CPU."""
+    score_chunk: int = 2048
+    """Tokens whose logits exist at once while scoring."""

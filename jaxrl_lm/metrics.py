@@ -1,0 +1,81 @@
+"""Metrics that add across microbatches and devices and divide once, at the end.
+
+A step returns a dict of `Mean`, `Sum`, `Max` and `Min`; `merge` adds two such dicts, `result` turns one into floats.
+"""
+
+from typing import NamedTuple
+
+import jax.numpy as jnp
+from jaxtyping import Array, Bool, Shaped
+
+from jaxrl_lm import masked
+
+
+class Mean(NamedTuple):
+    """total / weight; NaN where the weight is 0 (there was nothing to measure)."""
+
+    total: Shaped[Array, ""]
+    weight: Shaped[Array, ""]
+
+
+class Sum(NamedTuple):
+    """A total of which every part holds a share, such as a loss whose weights were divided beforehand."""
+
+    total: Shaped[Array, ""]
+
+
+class Max(NamedTuple):
+    value: Shaped[Array, ""]
+
+
+class Min(NamedTuple):
+    value: Shaped[Array, ""]
+
+
+Metric = Mean | Sum | Max | Min
+Metrics = dict[str, Metric]
+
+
+def mean_of(x: Shaped[Array, "*s"], mask: Bool[Array, "*s"]) -> Mean:
+    """Mean of x over the mask."""
+    return Mean(masked.sum(x, mask), jnp.sum(mask, dtype=jnp.float32))
+
+
+def max_of(x: Shaped[Array, "*s"], mask: Bool[Array, "*s"]) -> Max:
+    """Largest x over the mask; −inf where the mask is empty."""
+    return Max(jnp.max(masked.select(x, mask, -jnp.inf)))
+
+
+def min_of(x: Shaped[Array, "*s"], mask: Bool[Array, "*s"]) -> Min:
+    """Smallest x over the mask; +inf where the mask is empty."""
+    return Min(jnp.min(masked.select(x, mask, jnp.inf)))
+
+
+def merge(a: Metrics, b: Metrics) -> Metrics:
+    """The metrics of both parts together. Raises KeyError when the parts measured different things."""
+    if a.keys() != b.keys():
+        raise KeyError(f"metrics differ between parts: {sorted(a.keys() ^ b.keys())}")
+    return {name: _merge_one(a[name], b[name]) for name in a}
+
+
+def _merge_one(a: Metric, b: Metric) -> Metric:
+    if isinstance(a, Mean):
+        return Mean(a.total + b.total, a.weight + b.weight)
+    if isinstance(a, Sum):
+        return Sum(a.total + b.total)
+    return type(a)((jnp.maximum if isinstance(a, Max) else jnp.minimum)(a.value, b.value))
+
+
+def result(metrics: Metrics) -> dict[str, float]:
+    """Plain floats; a Mean of weight 0 is NaN, an empty Max or Min is NaN too."""
+    out = {}
+    for name, metric in metrics.items():
+        if isinstance(metric, Mean):
+            weight = float(metric.weight)
+            out[name] = float(metric.total) / weight if weight else float("nan")
+        elif isinstance(metric, Sum):
+            out[name] = float(metric.total)
+        else:
+            value = float(metric.value)
+            out[name] = value if abs(value) != float("inf") else float("nan")
+    return out

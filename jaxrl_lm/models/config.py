@@ -1,0 +1,56 @@
+"""What a model is: one frozen, hashable record for the whole Llama-shaped family."""
+
+import dataclasses
+
+
+@dataclasses.dataclass(frozen=True)
+class Llama3Rope:
+    """Llama 3.1's frequency scaling: long wavelengths are divided by `factor`, short ones kept, a ramp between."""
+
+    factor: float
+    low_freq_factor: float
+    high_freq_factor: float
+    original_max_position_embeddings: int
+
+
+@dataclasses.dataclass(frozen=True)
+class LinearRope:
+    """Positions divided by `factor`."""
+
+    factor: float
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class ModelConfig:
+    """A dense decoder: RMS norm, rotary positions, grouped-query attention, gated SiLU feed-forward.
+
+    `family` is the Hugging Face model_type it reads and writes: llama, qwen2, qwen3, mistral.
+    """
+
+    family: str = "llama"
+    vocab_size: int
+    hidden_size: int
+    intermediate_size: int
+    num_layers: int
+    num_heads: int
+    num_kv_heads: int
+    head_dim: int
+    rope_theta: float = 10_000.0
+    rope_scaling: Llama3Rope | LinearRope | None = None
+    rms_norm_eps: float = 1e-6
+    tie_embeddings: bool = False
+    qkv_bias: bool = False
+    output_bias: bool = False
+    mlp_bias: bool = False
+    qk_norm: bool = False
+    sliding_window: int | None = None  # a token sees this many tokens, itself included
+    max_position_embeddings: int = 2048
+    initializer_range: float = 0.02
+    dtype: str = "float32"  # of the computation; norms, softmax and log-probs are float32 in any case
+    remat: str = "none"  # none, full, dots: what the backward pass recomputes
+
+    def __post_init__(self):
+        if self.num_heads % self.num_kv_heads:
+            raise ValueError(f"num_heads={self.num_heads} is not a multiple of num_kv_heads={self.num_kv_heads}")
+        if self.remat not in ("none", "full", "dots"):
+            raise ValueError(f"remat={self.remat!r} is unknown: use none, full or dots")

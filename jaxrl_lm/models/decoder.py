@@ -1,0 +1,177 @@
+"""A decoder as pure functions of a nested dict of arrays: `Model.init`, `.hidden`, `.unembed`.
+
+The layers of the canonical tree are stacked on a leading axis and scanned; for decoding they may be unstacked into a
+tuple (`unstack_layers`) and are then unrolled, with one cache a layer. Both run the same `Block`. Reading and writing
+checkpoints of other libraries: `hf.py`, `gguf.py`.
+"""
+
+import dataclasses
+import functools
+import zlib
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+from flax import nnx
+from jaxtyping import Array, Bool, Float, Int, Shaped
+
+from jaxrl_lm.models.config import ModelConfig
+from jaxrl_lm.models.layers import Block, Ends, ParamSpec, rope_frequencies
+from jaxrl_lm.sharding import Plan
+from jaxrl_lm.types import Params
+
+
+class Cache(NamedTuple):
+    """Keys and values of S columns, of which the first `index` are filled."""
+
+    layers: Any  # a tuple of (k, v), each [N c S k]
+    positions: Int[Array, "N S"]
+    segment_ids: Int[Array, "N S"]
+    index: Int[Array, ""]
+
+
+@functools.cache
+def _graph(config: ModelConfig, module: type) -> tuple[nnx.GraphDef, dict]:
+    graph, state = nnx.split(module(config))
+    return graph, nnx.to_pure_dict(state)
+
+
+def _merge(config: ModelConfig, module: type, params: Params) -> Any:
+    """The NNX module with these arrays as its weights; only while tracing."""
+    graph, specs = _graph(config, module)
+    return nnx.merge(graph, nnx.State({name: params[name] for name in specs}))
+
+
+def decoder_specs(config: ModelConfig) -> dict[str, Any]:
+    """The declaration of every weight: a nested dict of ParamSpec, the layers stacked."""
+    stack = lambda spec: ParamSpec((config.num_layers, *spec.shape), ("layers", *spec.axes), spec.init)  # noqa: E731
+    layers = jax.tree.map(stack, _graph(config, Block)[1])
+    return {**_graph(config, Ends)[1], "layers": layers}
+
+
+def positions(segment_ids: Int[Array, "N T"]) -> Int[Array, "N T"]:
+    """Each token's place in its segment, from 0; 0 on padding. A segment's tokens stand next to each other."""
+    columns = jnp.arange(segment_ids.shape[1], dtype=jnp.int32)[None]
+    previous = jnp.pad(segment_ids[:, :-1], ((0, 0), (1, 0)), constant_values=-1)
+    starts = jax.lax.cummax(jnp.where(segment_ids != previous, columns, 0), axis=1)
+    return jnp.where(segment_ids > 0, columns - starts, 0).astype(jnp.int32)
+
+
+def visible(
+    q_positions: Int[Array, "N T"],
+    q_segments: Int[Array, "N T"],
+    k_positions: Int[Array, "N S"],
+    k_segments: Int[Array, "N S"],
+    window: int | None,
+) -> Bool[Array, "N T S"]:
+    """Which columns a token attends to: those of its segment, up to itself, within the window."""
+    gap = q_positions[:, :, None] - k_positions[:, None, :]
+    same = (q_segments[:, :, None] == k_segments[:, None, :]) & (q_segments[:, :, None] > 0)
+    seen = same & (gap >= 0)
+    return seen & (gap < window) if window is not None else seen
+
+
+def unstack_layers(params: Params) -> Params:
+    """The same weights with the layers as a tuple of trees, for unrolled decoding."""
+    count = jax.tree.leaves(params["layers"])[0].shape[0]
+    return {**params, "layers": tuple(jax.tree.map(lambda leaf, i=i: leaf[i], params["layers"]) for i in range(count))}
+
+
+def decode_specs(config: ModelConfig) -> dict[str, Any]:
+    """The declarations in the shape of `unstack_layers`."""
+    block = _graph(config, Block)[1]
+    return {**_graph(config, Ends)[1], "layers": (block,) * config.num_layers}
+
+
+@dataclasses.dataclass(frozen=True)
+class Model:
+    """A model without its weights: hashable, so that compiled steps take it as a static part."""
+
+    config: ModelConfig
+    plan: Plan | None = None  # fixes the layout of activations on a mesh
+
+    @property
+    def specs(self) -> dict[str, Any]:
+        """The declaration of every weight, in the shape of the parameters."""
+        return decoder_specs(self.config)
+
+    def init(self, key: Shaped[Array, ""], dtype: str = "float32") -> Params:
+        """Fresh parameters: normal with the config's initializer_range, norms 1, biases 0; a key a path."""
+
+        def one(path, spec):
+            if spec.init != "normal":
+                return (jnp.ones if spec.init == "ones" else jnp.zeros)(spec.shape, dtype)
+            salt = zlib.crc32(".".join(str(part.key) for part in path).encode())
+            draw = jax.random.normal(jax.random.fold_in(key, salt), spec.shape, jnp.float32)
+            return (draw * self.config.initializer_range).astype(dtype)
+
+        return jax.tree.map_with_path(one, self.specs)
+
+    def _constrain(self, x: Float[Array, "N T D"]) -> Float[Array, "N T D"]:
+        return x if self.plan is None else self.plan.constrain(x, ("batch", None, None))
+
+    def hidden(
+        self,
+        params: Params,
+        tokens: Int[Array, "N T"],
+        positions: Int[Array, "N T"],
+        segment_ids: Int[Array, "N T"],
+        cache: Cache | None = None,
+        return_cache: bool = False,
+    ) -> tuple[Float[Array, "N T D"], Cache | None]:
+        """Hidden states after the last norm, and the cache with these columns written.
+
+        Without a cache the tokens see each other only, and `return_cache` gives a cache of their own T columns.
+        With one, they are written at its index and see what stands before. Params and activations are cast to the
+        config's dtype.
+        """
+        dtype = jnp.dtype(self.config.dtype)
+        cast = lambda tree: jax.tree.map(lambda leaf: leaf.astype(dtype), tree)  # noqa: E731
+        ends = _merge(self.config, Ends, cast({name: leaf for name, leaf in params.items() if name != "layers"}))
+        x = self._constrain(ends.embed_tokens(tokens))
+        angles = positions[:, :, None].astype(jnp.float32) * rope_frequencies(self.config).astype("float32")[None, None]
+        if cache is None:
+            k_positions, k_segments, index = positions, segment_ids, None
+        else:
+            index = cache.index
+            write = lambda old, new: jax.lax.dynamic_update_slice_in_dim(old, new, index, axis=1)  # noqa: E731
+            k_positions, k_segments = write(cache.positions, positions), write(cache.segment_ids, segment_ids)
+        mask = visible(positions, segment_ids, k_positions, k_segments, self.config.sliding_window)
+
+        def layer(x, weights, kv=None):
+            x, kv = _merge(self.config, Block, cast(weights))(x, angles, mask, kv, index)
+            return self._constrain(x), kv if cache is not None or return_cache else None
+
+        x, layers = self._run_layers(_remat(layer, self.config.remat), x, params["layers"], cache)
+        if cache is not None or return_cache:
+            filled = jnp.asarray(tokens.shape[1], jnp.int32) if cache is None else index + tokens.shape[1]
+            cache = Cache(layers, k_positions, k_segments, filled)
+        return ends.final_norm(x), cache
+
+    def _run_layers(self, layer, x, weights, cache):
+        if isinstance(weights, tuple):
+            out = []
+            for number, one in enumerate(weights):
+                x, kv = layer(x, one, None if cache is None else cache.layers[number])
+                out.append(kv)
+            return x, tuple(out)
+        if cache is not None:
+            raise ValueError("a cache needs unstacked layers: decode with prepare_decode(params)")
+        return jax.lax.scan(layer, x, weights)
+
+    def unembed(self, params: Params, hidden: Float[Array, "*n D"]) -> Float[Array, "*n V"]:
+        """Float32 logits of hidden states."""
+        tables = {name: leaf for name, leaf in params.items() if name != "layers"}
+        return _merge(self.config, Ends, jax.tree.map(lambda leaf: leaf.astype(hidden.dtype), tables)).unembed(hidden)
+
+
+def _remat(layer, policy: str):
+    if policy == "none":
+        return layer
+    saveable = jax.checkpoint_policies.dots_with_no_batch_dims_saveable if policy == "dots" else None
+    return jax.checkpoint(layer, policy=saveable)
+
+
+def build(config: ModelConfig, *, plan: Plan | None = None) -> Model:
+    """The model of a config, laid out by a plan if one is given."""
+    return Model(config, plan)

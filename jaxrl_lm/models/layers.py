@@ -1,0 +1,173 @@
+"""The modules of a decoder layer, in Flax NNX, each weight declared once: shape, logical axes, initialiser.
+
+A module is built with declarations (`ParamSpec`) in place of arrays; `decoder.py` splits it into a graph and a dict of
+declarations, and merges real arrays into the graph while tracing. So the specs, the initial values, the shardings, the
+checkpoint's target and the import table all come from the same line.
+"""
+
+import dataclasses
+import math
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from flax import nnx
+from jaxtyping import Array, Bool, Float, Int
+
+from jaxrl_lm.models.config import LinearRope, Llama3Rope, ModelConfig
+
+MASKED = -1e30  # finite, so that a row that sees nothing gets a uniform softmax and a finite gradient
+
+
+@dataclasses.dataclass(frozen=True)
+class ParamSpec:
+    """What there is to know about a weight before it exists."""
+
+    shape: tuple[int, ...]
+    axes: tuple[str | None, ...]  # logical, see sharding/rules.py
+    init: str  # normal, ones, zeros
+
+
+def declare(shape: tuple[int, ...], axes: tuple[str | None, ...], init: str = "normal") -> nnx.Param:
+    return nnx.Param(ParamSpec(shape, axes, init))
+
+
+class Linear(nnx.Module):
+    """x @ kernel + bias; kernel [in, out]."""
+
+    def __init__(self, inputs: int, outputs: int, axes: tuple[str, str], bias: bool = False):
+        self.kernel = declare((inputs, outputs), axes)
+        if bias:
+            self.bias = declare((outputs,), axes[1:], "zeros")
+
+    def __call__(self, x: Float[Array, "... i"]) -> Float[Array, "... o"]:
+        out = x @ self.kernel[...]
+        return out + jnp.broadcast_to(self.bias[...], out.shape) if hasattr(self, "bias") else out
+
+
+class RMSNorm(nnx.Module):
+    """x / sqrt(mean x² + eps) · scale, in float32 (Zhang and Sennrich, 2019)."""
+
+    def __init__(self, width: int, eps: float):
+        self.scale = declare((width,), ("norm",), "ones")
+        self.eps = eps
+
+    def __call__(self, x: Float[Array, "... d"]) -> Float[Array, "... d"]:
+        x32 = x.astype(jnp.float32)
+        x32 = x32 * jax.lax.rsqrt(jnp.mean(x32 * x32, axis=-1, keepdims=True) + self.eps)
+        return x32.astype(x.dtype) * jnp.broadcast_to(self.scale[...], x.shape)
+
+
+def rope_frequencies(config: ModelConfig) -> np.ndarray:
+    """Radians a position, [head_dim / 2] (Su et al., 2021; Llama 3.1's scaling as in its reference code)."""
+    exponent = np.arange(0, config.head_dim, 2, dtype=np.float64) / config.head_dim
+    frequencies = 1.0 / config.rope_theta**exponent
+    scaling = config.rope_scaling
+    if isinstance(scaling, LinearRope):
+        return frequencies / scaling.factor
+    if isinstance(scaling, Llama3Rope):
+        turns = scaling.original_max_position_embeddings * frequencies / (2 * math.pi)
+        ramp = (turns - scaling.low_freq_factor) / (scaling.high_freq_factor - scaling.low_freq_factor)
+        keep = np.clip(ramp, 0.0, 1.0)
+        return keep * frequencies + (1.0 - keep) * frequencies / scaling.factor
+    return frequencies
+
+
+def rotate(x: Float[Array, "N T h k"], angles: Float[Array, "N T half"]) -> Float[Array, "N T h k"]:
+    """Rotary embedding on the two halves of each head, as Hugging Face stores it; in float32."""
+    first, second = jnp.split(x.astype(jnp.float32), 2, axis=-1)
+    cos, sin = jnp.cos(angles)[:, :, None], jnp.sin(angles)[:, :, None]
+    return jnp.concatenate([first * cos - second * sin, second * cos + first * sin], axis=-1).astype(x.dtype)
+
+
+def attend(
+    q: Float[Array, "N T h k"],
+    k: Float[Array, "N c S k"],
+    v: Float[Array, "N c S k"],
+    mask: Bool[Array, "N T S"],
+) -> Float[Array, "N T hk"]:
+    """Grouped-query attention; softmax in float32. h query heads share c key heads."""
+    rows, columns, heads, width = q.shape
+    q = q.reshape(rows, columns, k.shape[1], heads // k.shape[1], width)
+    logits = jnp.einsum("ntcgk,ncsk->ncgts", q, k, preferred_element_type=jnp.float32) * width**-0.5
+    weights = jax.nn.softmax(jnp.where(mask[:, None, None], logits, MASKED), axis=-1)
+    out = jnp.einsum("ncgts,ncsk->ntcgk", weights.astype(v.dtype), v)
+    return out.reshape(rows, columns, heads * width)
+
+
+class Attention(nnx.Module):
+    def __init__(self, config: ModelConfig):
+        width, kv_width = config.num_heads * config.head_dim, config.num_kv_heads * config.head_dim
+        self.q_proj = Linear(config.hidden_size, width, ("embed", "heads"), config.qkv_bias)
+        self.k_proj = Linear(config.hidden_size, kv_width, ("embed", "kv_heads"), config.qkv_bias)
+        self.v_proj = Linear(config.hidden_size, kv_width, ("embed", "kv_heads"), config.qkv_bias)
+        self.o_proj = Linear(width, config.hidden_size, ("heads", "embed"), config.output_bias)
+        if config.qk_norm:
+            self.q_norm = RMSNorm(config.head_dim, config.rms_norm_eps)
+            self.k_norm = RMSNorm(config.head_dim, config.rms_norm_eps)
+        self.head_dim = config.head_dim
+
+    def __call__(self, x, angles, mask, cache, index):
+        """Output and this layer's keys and values [N c S k]: the call's own, or the cache with them written at index."""
+        split = lambda y: y.reshape(*y.shape[:2], -1, self.head_dim)  # noqa: E731
+        q, k, v = split(self.q_proj(x)), split(self.k_proj(x)), split(self.v_proj(x))
+        if hasattr(self, "q_norm"):
+            q, k = self.q_norm(q), self.k_norm(k)
+        q, k = rotate(q, angles), rotate(k, angles)
+        k, v = k.swapaxes(1, 2), v.swapaxes(1, 2)
+        if cache is not None:
+            write = lambda old, new: jax.lax.dynamic_update_slice_in_dim(old, new.astype(old.dtype), index, axis=2)  # noqa: E731
+            k, v = write(cache[0], k), write(cache[1], v)
+        return self.o_proj(attend(q, k, v, mask)), (k, v)
+
+
+class MLP(nnx.Module):
+    """down(silu(gate x) · up x) (Shazeer, 2020)."""
+
+    def __init__(self, config: ModelConfig):
+        size, inner = config.hidden_size, config.intermediate_size
+        self.gate_proj = Linear(size, inner, ("embed", "mlp"), config.mlp_bias)
+        self.up_proj = Linear(size, inner, ("embed", "mlp"), config.mlp_bias)
+        self.down_proj = Linear(inner, size, ("mlp", "embed"), config.mlp_bias)
+
+    def __call__(self, x: Float[Array, "N T d"]) -> Float[Array, "N T d"]:
+        return self.down_proj(jax.nn.silu(self.gate_proj(x)) * self.up_proj(x))
+
+
+class Block(nnx.Module):
+    """One pre-norm decoder layer."""
+
+    def __init__(self, config: ModelConfig):
+        self.input_norm = RMSNorm(config.hidden_size, config.rms_norm_eps)
+        self.attn = Attention(config)
+        self.post_norm = RMSNorm(config.hidden_size, config.rms_norm_eps)
+        self.mlp = MLP(config)
+
+    def __call__(self, x, angles, mask, cache=None, index=None):
+        attended, kv = self.attn(self.input_norm(x), angles, mask, cache, index)
+        x = x + attended
+        return x + self.mlp(self.post_norm(x)), kv
+
+
+class Table(nnx.Module):
+    """An embedding or output table [V, D]."""
+
+    def __init__(self, config: ModelConfig):
+        self.table = declare((config.vocab_size, config.hidden_size), ("vocab", "vocab_embed"))
+
+
+class Ends(nnx.Module):
+    """What stands before and after the layers."""
+
+    def __init__(self, config: ModelConfig):
+        self.embed = Table(config)
+        self.final_norm = RMSNorm(config.hidden_size, config.rms_norm_eps)
+        if not config.tie_embeddings:
+            self.lm_head = Table(config)
+
+    def embed_tokens(self, tokens: Int[Array, "N T"]) -> Float[Array, "N T d"]:
+        return self.embed.table[...][tokens]
+
+    def unembed(self, hidden: Float[Array, "... d"]) -> Float[Array, "... V"]:
+        table = (self.lm_head if hasattr(self, "lm_head") else self.embed).table[...]
+        return jnp.einsum("...d,vd->...v", hidden, table, preferred_element_type=jnp.float32)

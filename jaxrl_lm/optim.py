@@ -1,0 +1,41 @@
+"""The optimiser as an optax chain: clip by global norm, AdamW with decay on matrices only, a schedule."""
+
+import jax
+import optax
+
+SCHEDULES = ("constant", "linear", "cosine")
+
+
+def make_schedule(name: str, peak: float, *, total_steps: int, warmup_steps: int = 0) -> optax.Schedule:
+    """Learning rate by optimiser step: linear warm-up from 0, then constant, or linear or cosine down to 0 at the end.
+
+    Raises ValueError for an unknown name or a warm-up as long as the run.
+    """
+    if name not in SCHEDULES:
+        raise ValueError(f"lr_scheduler={name!r} is unknown: use {', '.join(SCHEDULES)}")
+    if warmup_steps >= total_steps and warmup_steps:
+        raise ValueError(f"warmup_steps={warmup_steps} leaves nothing of the run's {total_steps} optimiser steps")
+    rest = max(total_steps - warmup_steps, 1)
+    after = {
+        "constant": lambda: optax.constant_schedule(peak),
+        "linear": lambda: optax.linear_schedule(peak, 0.0, rest),
+        "cosine": lambda: optax.cosine_decay_schedule(peak, rest),
+    }[name]()
+    if not warmup_steps:
+        return after
+    # The first step already moves: step s of the warm-up has (s + 1) / warmup_steps of the peak.
+    warmup = optax.linear_schedule(peak / warmup_steps, peak, max(warmup_steps - 1, 1))
+    return optax.join_schedules([warmup, after], [warmup_steps])
+
+
+def decay_mask(params):
+    """True for weights that decay: kernels and tables, not norms and biases."""
+    return jax.tree.map_with_path(lambda path, _: path[-1].key in ("kernel", "table"), params)
+
+
+def make_optimizer(
+    schedule: optax.Schedule, *, max_grad_norm: float, weight_decay: float, b1: float, b2: float, eps: float
+) -> optax.GradientTransformation:
+    """Clipping by global norm (0: none), then AdamW (Loshchilov and Hutter, 2019)."""
+    clip = optax.clip_by_global_norm(max_grad_norm) if max_grad_norm else optax.identity()
+    return optax.chain(clip, optax.adamw(schedule, b1=b1, b2=b2, eps=eps, weight_decay=weight_decay, mask=decay_mask))

@@ -1,0 +1,94 @@
+"""The pytrees that everything else passes around, and the legend of their shapes.
+
+P prompts, G samples a prompt, N = P·G rows (a prompt's G rows are adjacent), Tp prompt columns, T = Tp + completion
+columns, V vocabulary, D model width.
+
+Column t is a fact about token t: `logprobs[n, t] = log pi(tokens[n, t] | tokens[n, :t])`. Prompts are left-padded,
+completions right-padded; `segment_ids == 0` is padding. `action_mask` is written by the sampler and never recomputed.
+
+NamedTuples rather than dataclasses: JAX calls constructors while it rebuilds trees, and the shape checks of the test
+session would then see its placeholders. Next to read: `score.py` (the only shift by one) and `algos/`.
+"""
+
+from typing import Any, NamedTuple
+
+import jax
+from jaxtyping import Array, Bool, Float, Int, Int32, Key
+
+Params = dict[str, Any]  # a nested dict of jax.Array, never a Variable or a module
+
+
+class Requests(NamedTuple):
+    """What generation is asked for. Everything is an array, so that changing a value compiles nothing."""
+
+    tokens: Int32[Array, "P Tp"]  # left-padded prompts
+    segment_ids: Int32[Array, "P Tp"]  # 0 = padding
+    keys: Key[Array, "N"]  # one a row: a row's sample depends on its prompt and its key only
+    max_new: Int32[Array, "N"]  # at most this many new tokens; 0 = the row is not sampled
+    temperature: Float[Array, "N"]  # 0 = argmax
+    policy_step: Int32[Array, ""]  # the optimiser step whose weights sample
+
+
+class Rollout(NamedTuple):
+    """What was sampled."""
+
+    tokens: Int32[Array, "N T"]
+    segment_ids: Int32[Array, "N T"]
+    action_mask: Bool[Array, "N T"]  # tokens that the policy chose, its end-of-sequence token included
+    logprobs: Float[Array, "N T"]  # log softmax(logits / temperature) over the whole vocabulary; 0 off the mask
+    behaviour_logprobs: Float[Array, "N T"] | None  # of the truncated distribution; None = equal to logprobs
+    truncated: Bool[Array, "N"]  # the row ran into its limit
+    turn_ids: Int32[Array, "N T"]  # 0 = not our action, else the number of the turn
+    policy_step: Int32[Array, "N T"]  # the optimiser step whose weights sampled the token; 0 off the mask
+
+
+class PolicyBatch(NamedTuple):
+    """What an objective reads. `weights` is computed once from the global batch, see `algos.token_weights`."""
+
+    tokens: Int32[Array, "N T"]
+    segment_ids: Int32[Array, "N T"]
+    action_mask: Bool[Array, "N T"]
+    weights: Float[Array, "N T"]
+    temperature: Float[Array, "N"]
+    old_logprobs: Float[Array, "N T"]
+    sampler_logprobs: Float[Array, "N T"]
+    advantages: Float[Array, "N T"]
+    ref_logprobs: Float[Array, "N T"] | None
+    truncated: Bool[Array, "N"]
+    valid: Bool[Array, "N"]  # False: the row abstains or pads the batch, and never learns
+
+
+class SFTBatch(NamedTuple):
+    """Prompt-completion rows; the loss is on the completions."""
+
+    tokens: Int32[Array, "N T"]
+    segment_ids: Int32[Array, "N T"]
+    weights: Float[Array, "N T"]
+
+
+class Scores(NamedTuple):
+    """Facts about given tokens; column `start` of score() and the padding hold 0."""
+
+    logprobs: Float[Array, "N T"]
+    entropy: Float[Array, "N T"]
+
+
+class TrainState(NamedTuple):
+    """Everything an optimiser step changes. `params` holds the trainable trees by name."""
+
+    step: Int[Array, ""]
+    params: dict[str, Params]
+    opt_state: Any
+    key: Key[Array, ""]
+    extra: dict[str, Any]
+
+
+class Frozen(NamedTuple):
+    """What a step reads and never changes."""
+
+    reference: Params | None = None
+
+
+def tree_bytes(tree: Any) -> int:
+    """Bytes of all arrays in a tree (abstract ones too)."""
+    return sum(leaf.size * leaf.dtype.itemsize for leaf in jax.tree.leaves(tree))
