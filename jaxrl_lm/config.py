@@ -106,7 +106,8 @@ class GRPOConfig:
     beta: float = 0.0
     """KL coefficient; 0 keeps no reference model in memory."""
     kl_in: Literal["loss", "reward"] = "loss"
-    kl_estimator: Literal["k1", "k2", "k3", "k1+", "k3+"] = "k3"
+    kl_estimator: Literal["k1", "k2", "k3", "k1+", "k3+"] | None = None
+    """None: k3 in the loss, k1 in the reward."""
     mask_truncated_completions: bool = False
     """Leave rows that ran into their limit out of the loss."""
     num_iterations: int = 1

@@ -58,7 +58,9 @@ class PolicyObjective:
         return jnp.sum(batch.weights * losses), metrics
 
 
-def policy_metrics(logprobs, entropy, old, batch: PolicyBatch, mask, *, level: str, clip_low: float, clip_high: float) -> Metrics:
+def policy_metrics(
+    logprobs, entropy, old, batch: PolicyBatch, mask, *, level: str, clip_low: float, clip_high: float
+) -> Metrics:
     """Entropy, clip fractions, and the gap between what the sampler and the scorer say of the same tokens."""
     logprobs, entropy = jax.lax.stop_gradient((logprobs, entropy))
     ratio = algos.importance_ratio(logprobs, old, mask, level=level)

@@ -48,7 +48,9 @@ def categorical(logits: Float[Array, "N V"], keys: Key[Array, "N"]) -> Int32[Arr
     """
     rows, size = logits.shape
     blocks = -(-size // BLOCK)
-    padded = jnp.pad(logits, ((0, 0), (0, blocks * BLOCK - size)), constant_values=-jnp.inf).reshape(rows, blocks, BLOCK)
+    padded = jnp.pad(logits, ((0, 0), (0, blocks * BLOCK - size)), constant_values=-jnp.inf).reshape(
+        rows, blocks, BLOCK
+    )
     best = jnp.max(logits, axis=1)[:, None, None]
     weight = jnp.sum(jnp.exp(padded - best), axis=2)
     log_weight = jnp.where(weight > 0, jnp.log(jnp.where(weight > 0, weight, 1.0)), -jnp.inf)

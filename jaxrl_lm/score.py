@@ -46,10 +46,12 @@ def score(
 
     width = min(columns - start, max(1, chunk // rows))
     count = -(-(columns - start) // width)
-    split = lambda x: (  # noqa: E731
-        jnp.pad(x, ((0, 0), (0, count * width - x.shape[1]), *((0, 0),) * (x.ndim - 2)))
-        .reshape(rows, count, width, *x.shape[2:])
-        .swapaxes(0, 1)
+    split = (
+        lambda x: (  # noqa: E731
+            jnp.pad(x, ((0, 0), (0, count * width - x.shape[1]), *((0, 0),) * (x.ndim - 2)))
+            .reshape(rows, count, width, *x.shape[2:])
+            .swapaxes(0, 1)
+        )
     )
 
     @jax.checkpoint

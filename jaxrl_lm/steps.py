@@ -30,12 +30,13 @@ class Steps:
 
     plan: Plan
     abstract_state: TrainState  # shapes, dtypes and shardings: the target of a restore
-    init: Callable[..., TrainState]  # (params, key)
+    init: Callable[..., TrainState]  # (params, key); the params are donated
     prepare_decode: Callable[..., Params]  # (params)
     row_keys: Callable[..., jax.Array]  # (key, purpose, step) -> [N]
     generate: Callable[..., Rollout]  # (decode params, requests, stops)
     score: Callable[..., Any]  # (params, tokens, segment_ids, temperature)
-    advantages: Callable[..., jax.Array]  # (returns, valid)
+    kl_sums: Callable[..., jax.Array]  # (logprobs, ref_logprobs, mask) -> [N], for a KL in the reward
+    advantages: Callable[..., jax.Array]  # (returns, valid=...)
     minibatch: Callable[..., PolicyBatch]  # (rollout, temperature, advantages, valid, old, ref, rows)
     update: Callable[..., Any]  # (state, frozen, batch)
 
@@ -83,13 +84,22 @@ def take_minibatch(
     )
 
 
+def kl_sums(
+    logprobs: Float[Array, "N T"], ref_logprobs: Float[Array, "N T"], mask: Bool[Array, "N T"], *, estimator: str
+) -> Float[Array, "N"]:
+    """A completion's KL: the sum of its tokens' estimates."""
+    return algos.kl_estimate(logprobs, ref_logprobs, mask, estimator=estimator).sum(1)
+
+
 def row_keys(key: jax.Array, purpose: Int32[Array, ""], step: Int32[Array, ""], *, rows: int) -> jax.Array:
     """A key a row, [rows], of (seed, purpose, step, row): never drawn twice."""
     key = jax.random.fold_in(jax.random.fold_in(key, purpose), step)
     return jax.vmap(jax.random.fold_in, (None, 0))(key, jnp.arange(rows, dtype=jnp.int32))
 
 
-def state_shardings(model: Model, plan: Plan, tx: optax.GradientTransformation, dtype: str) -> tuple[TrainState, TrainState]:
+def state_shardings(
+    model: Model, plan: Plan, tx: optax.GradientTransformation, dtype: str
+) -> tuple[TrainState, TrainState]:
     """Shapes and layouts of the whole training state, from the weights' declarations alone."""
     key = jax.eval_shape(lambda: jax.random.key(0))
     params = {"policy": jax.eval_shape(lambda k: model.init(k, dtype), key)}
@@ -117,6 +127,7 @@ def compile_steps(
     mask_truncated: bool = False,
     microbatches: int = 1,
     score_chunk: int = 2048,
+    kl_estimator: str = "k1",
 ) -> Steps:
     """Binds everything static and names every layout; nothing is compiled before its first call.
 
@@ -139,10 +150,8 @@ def compile_steps(
     return Steps(
         plan=plan,
         abstract_state=jax.tree.map(with_layout, abstract, layouts),
-        init=jax.jit(start, in_shardings=(policy, every), out_shardings=layouts),
-        prepare_decode=jax.jit(
-            bind(prepare_decode, model=model), in_shardings=(policy,), out_shardings=decode_layout
-        ),
+        init=jax.jit(start, in_shardings=(policy, every), out_shardings=layouts, donate_argnums=0),
+        prepare_decode=jax.jit(bind(prepare_decode, model=model), in_shardings=(policy,), out_shardings=decode_layout),
         row_keys=jax.jit(bind(row_keys, rows=rows), out_shardings=split),
         generate=jax.jit(bind(generate, model=model, sampling=sampling), out_shardings=split),
         score=jax.jit(
@@ -153,6 +162,7 @@ def compile_steps(
             in_shardings=(policy, split, split, split),
             out_shardings=split,
         ),
+        kl_sums=jax.jit(bind(kl_sums, estimator=kl_estimator), out_shardings=split),
         advantages=jax.jit(advantages, out_shardings=split) if advantages else None,
         minibatch=jax.jit(
             bind(take_minibatch, over=over, length=length, mask_truncated=mask_truncated), out_shardings=split

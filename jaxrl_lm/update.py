@@ -36,7 +36,9 @@ def gradients(
     """The gradient of the objective over the whole batch, in the parameters' dtype or float32, and the merged metrics."""
 
     def one(part):
-        (loss, metrics), grads = jax.value_and_grad(lambda p: objective(p, frozen, part, model=model), has_aux=True)(params)
+        (loss, metrics), grads = jax.value_and_grad(lambda p: objective(p, frozen, part, model=model), has_aux=True)(
+            params
+        )
         return grads, {**metrics, "loss": Sum(loss)}
 
     if microbatches == 1:
@@ -69,9 +71,7 @@ def update(
 
     With a non-finite loss or gradient the state comes back as it was, and the metric `nonfinite` is 1: the caller stops.
     """
-    grads, metrics = gradients(
-        state.params, frozen, batch, objective=objective, model=model, microbatches=microbatches
-    )
+    grads, metrics = gradients(state.params, frozen, batch, objective=objective, model=model, microbatches=microbatches)
     norm = optax.global_norm(grads)
     finite = jnp.isfinite(norm) & jnp.isfinite(metrics["loss"].total)
 

@@ -39,7 +39,9 @@ def group_advantages(
     # Equality of the raw values decides about zero spread: a rounded mean would leave noise to be divided by eps.
     low, high = masked.select(grouped, inside, jnp.inf).min(1), masked.select(grouped, inside, -jnp.inf).max(1)
     spread = (inside & (high > low)[:, None]).reshape(-1)
-    centred = jnp.where(spread, (masked.select(grouped, inside) - masked.mean(grouped, inside, 1, True)).reshape(-1), 0.0)
+    centred = jnp.where(
+        spread, (masked.select(grouped, inside) - masked.mean(grouped, inside, 1, True)).reshape(-1), 0.0
+    )
     if scale == "none":
         return centred
     if scale == "batch":

@@ -9,7 +9,9 @@ def pass_at_k(samples: int, correct: int, k: int) -> float:
     In log space, so that n = 10,000 costs no overflow. Raises ValueError unless 0 ≤ c ≤ n and 1 ≤ k ≤ n.
     """
     if not (0 <= correct <= samples and 1 <= k <= samples):
-        raise ValueError(f"pass@k needs 0 <= correct <= samples and 1 <= k <= samples: got n={samples}, c={correct}, k={k}")
+        raise ValueError(
+            f"pass@k needs 0 <= correct <= samples and 1 <= k <= samples: got n={samples}, c={correct}, k={k}"
+        )
     wrong = samples - correct
     if wrong < k:
         return 1.0

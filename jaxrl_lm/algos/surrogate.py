@@ -18,7 +18,9 @@ def bounded_exp(x: Shaped[Array, "*s"]) -> Shaped[Array, "*s"]:
     return jnp.exp(jnp.clip(x, -MAX_LOG_RATIO, MAX_LOG_RATIO))
 
 
-def segment_mean(x: Shaped[Array, "N T"], mask: Bool[Array, "N T"], segment_ids: Int[Array, "N T"] | None) -> Shaped[Array, "N T"]:
+def segment_mean(
+    x: Shaped[Array, "N T"], mask: Bool[Array, "N T"], segment_ids: Int[Array, "N T"] | None
+) -> Shaped[Array, "N T"]:
     """At each token, the mean of x over the mask of its sequence: its row, or its segment of a packed row."""
     if segment_ids is None:
         return jnp.broadcast_to(masked.mean(x, mask, 1, True), x.shape)
@@ -84,7 +86,12 @@ def clipped_surrogate(
 
 
 def clip_metrics(
-    ratio: Float[Array, "N T"], advantages: Float[Array, "N T"], mask: Bool[Array, "N T"], *, clip_low: float, clip_high: float
+    ratio: Float[Array, "N T"],
+    advantages: Float[Array, "N T"],
+    mask: Bool[Array, "N T"],
+    *,
+    clip_low: float,
+    clip_high: float,
 ) -> dict[str, Bool[Array, "N T"]]:
     """Where a clip decides: below (A < 0, ρ < 1 − low), above (A > 0, ρ > 1 + high), either."""
     low = mask & (masked.select(advantages, mask) < 0) & (ratio < 1.0 - clip_low)

@@ -59,7 +59,9 @@ class Plan:
             used |= set(names)
             ways = math.prod(self.mesh.shape[name] for name in names)
             if size % ways:
-                raise ValueError(f"{path}: dimension {axis!r} of size {size} is not divisible by {ways} ({'×'.join(names)})")
+                raise ValueError(
+                    f"{path}: dimension {axis!r} of size {size} is not divisible by {ways} ({'×'.join(names)})"
+                )
             spec.append(names if len(names) > 1 else names[0] if names else None)
         return NamedSharding(self.mesh, PartitionSpec(*spec))
 
@@ -76,7 +78,9 @@ class Plan:
             sharding = self.sharding(spec.axes, spec.shape, name)
             large = len(spec.shape) > 1 and math.prod(spec.shape) > REPLICATED_LIMIT
             if large and splits_models and sharding.is_fully_replicated and not self.allow_replicated:
-                raise ValueError(f"{name}: shape {spec.shape} would be whole on every device of {dict(self.mesh.shape)}")
+                raise ValueError(
+                    f"{name}: shape {spec.shape} would be whole on every device of {dict(self.mesh.shape)}"
+                )
             return sharding
 
         return jax.tree.map_with_path(one, dict(specs), is_leaf=lambda leaf: hasattr(leaf, "axes"))

@@ -1,0 +1,94 @@
+"""The host's side of sampling: encoded prompts in, token arrays on the devices and texts out.
+
+The compiled part is `generate.py`. Rewards are computed on what comes from here: `rewards/`.
+"""
+
+import dataclasses
+from collections.abc import Sequence
+from typing import Any, NamedTuple
+
+import jax
+import numpy as np
+from jaxtyping import Array, Float
+
+from jaxrl_lm.data import choose_bucket, left_pad
+from jaxrl_lm.encode import EncodedPrompts
+from jaxrl_lm.steps import Steps
+from jaxrl_lm.types import Requests, Rollout
+
+TRAIN, EVAL, PROBE = 0, 1, 2  # purposes: rows of different ones never share a key
+
+
+class Sampled(NamedTuple):
+    """Completions of some prompts, a prompt's G rows adjacent; rows that only fill the batch stand at the end."""
+
+    rollout: Rollout  # on the devices, all N rows
+    temperature: Float[Array, "N"]
+    count: int  # rows that are real
+    rows: list[dict[str, Any]]  # the dataset row of each real row
+    prompts: list[Any]  # as in the dataset, text or messages
+    texts: list[str]
+    completion_ids: list[list[int]]  # the tokens that the policy chose
+    logprob_sums: np.ndarray  # [count], of these tokens
+    truncated: np.ndarray  # [count]
+    policy_step: int
+
+
+@dataclasses.dataclass(frozen=True)
+class Sampler:
+    """What sampling needs beside weights and prompts."""
+
+    steps: Steps
+    tokenizer: Any
+    buckets: tuple[int, ...]
+    prompts_per_call: int
+    group_size: int
+    max_new_tokens: int
+    pad_token_id: int
+    stops: Any = None  # table of stop strings on the devices
+
+    def __call__(
+        self,
+        decode_params: Any,
+        key: jax.Array,
+        prompts: EncodedPrompts,
+        indices: Sequence[int],
+        *,
+        purpose: int,
+        step: int,
+        temperature: Float[np.ndarray, "N"] | float,
+        policy_step: int,
+    ) -> Sampled:
+        """G completions of each of the prompts `indices` (at most `prompts_per_call`).
+
+        Keys are a function of (key, purpose, step, row). Raises ValueError if a prompt fits no bucket.
+        """
+        rows = self.prompts_per_call * self.group_size
+        count = len(indices) * self.group_size
+        filled = [*indices, *[indices[0]] * (self.prompts_per_call - len(indices))]
+        ids = [prompts.ids[i] for i in filled]
+        tokens, segment_ids = left_pad(ids, choose_bucket(max(map(len, ids)), self.buckets), self.pad_token_id)
+        limits = np.where(np.arange(rows) < count, self.max_new_tokens, 0).astype(np.int32)
+        temperature = np.broadcast_to(np.asarray(temperature, np.float32), (rows,))
+        keys = self.steps.row_keys(key, np.int32(purpose), np.int32(step))
+        place = self.steps.place
+        requests = Requests(*place((tokens, segment_ids)), keys, *place((limits, temperature, np.int32(policy_step))))
+        rollout = self.steps.generate(decode_params, requests, self.stops)
+        chosen, mask, logprobs, truncated = jax.device_get(
+            (rollout.tokens, rollout.action_mask, rollout.logprobs, rollout.truncated)
+        )
+        completion_ids = [chosen[n, mask[n]].tolist() for n in range(count)]
+        texts = self.tokenizer.batch_decode(completion_ids, skip_special_tokens=True)
+        dataset_rows = [prompts.rows[i] for i in indices for _ in range(self.group_size)]
+        return Sampled(
+            rollout=rollout,
+            temperature=requests.temperature,
+            count=count,
+            rows=dataset_rows,
+            prompts=[row["prompt"] for row in dataset_rows],
+            texts=texts,
+            completion_ids=completion_ids,
+            logprob_sums=np.where(mask, logprobs, 0.0).sum(1)[:count],
+            truncated=truncated[:count],
+            policy_step=policy_step,
+        )
