@@ -267,7 +267,7 @@ def _score(setup: Setup, state: TrainState, frozen: Frozen, sampled: Sampled):
     config, rollout = setup.config, sampled.rollout
     start = rollout.tokens.shape[1] - config.max_completion_length
     score = lambda params: (
-        setup.steps.score(  # noqa: E731
+        setup.steps.score(
             params, rollout.tokens, rollout.segment_ids, sampled.temperature, start
         ).logprobs
     )

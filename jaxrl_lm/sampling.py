@@ -54,10 +54,13 @@ def categorical(logits: Float[Array, "N V"], keys: Key[Array, "N"]) -> Int32[Arr
     best = jnp.max(logits, axis=1)[:, None, None]
     weight = jnp.sum(jnp.exp(padded - best), axis=2)
     log_weight = jnp.where(weight > 0, jnp.log(jnp.where(weight > 0, weight, 1.0)), -jnp.inf)
-    first, second = jnp.moveaxis(jax.vmap(lambda key: jax.random.split(key))(keys), 1, 0)
-    block = jax.vmap(_gumbel_argmax)(first, log_weight)
-    inside = jnp.take_along_axis(padded, block[:, None, None], axis=1)[:, 0]
-    return block * BLOCK + jax.vmap(_gumbel_argmax)(second, inside)
+
+    def one(key, log_weight, row):
+        first, second = jax.random.split(key)
+        block = _gumbel_argmax(first, log_weight)
+        return block * BLOCK + _gumbel_argmax(second, row[block])
+
+    return jax.vmap(one)(keys, log_weight, padded)
 
 
 def draw(

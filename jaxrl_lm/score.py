@@ -47,7 +47,7 @@ def score(
     width = min(columns - start, max(1, chunk // rows))
     count = -(-(columns - start) // width)
     split = (
-        lambda x: (  # noqa: E731
+        lambda x: (
             jnp.pad(x, ((0, 0), (0, count * width - x.shape[1]), *((0, 0),) * (x.ndim - 2)))
             .reshape(rows, count, width, *x.shape[2:])
             .swapaxes(0, 1)

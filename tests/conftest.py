@@ -1,0 +1,36 @@
+"""The strict session: 8 CPU devices, warnings are errors, implicit rank promotion raises, a key used twice raises.
+
+Shapes are checked by jaxtyping and beartype (`--jaxtyping-packages` in pyproject.toml).
+"""
+
+import os
+
+os.environ.setdefault("JAX_PLATFORMS", "cpu")
+os.environ.setdefault("HF_HUB_OFFLINE", "1")
+
+import jax
+import pytest
+
+jax.config.update("jax_num_cpu_devices", 8)
+jax.config.update("jax_numpy_rank_promotion", "raise")
+jax.config.update("jax_debug_key_reuse", True)
+
+
+@pytest.fixture(scope="session")
+def tiny_config():
+    """A small decoder with every part of the family in it."""
+    from jaxrl_lm.models import ModelConfig
+
+    return ModelConfig(
+        family="qwen3",
+        vocab_size=48,
+        hidden_size=32,
+        intermediate_size=64,
+        num_layers=3,
+        num_heads=4,
+        num_kv_heads=2,
+        head_dim=8,
+        qkv_bias=True,
+        qk_norm=True,
+        initializer_range=0.3,
+    )
