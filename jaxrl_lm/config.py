@@ -35,32 +35,19 @@ class SamplingConfig:
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
-class GRPOConfig:
-    """Options of a GRPO run."""
+class MachineOptions:
+    """What the run computes on."""
 
-    # --- what to train on -------------------------------------------------------------------------------------------
-    model: str
-    """Directory in Hugging Face format, GGUF file, or hub id."""
-    dataset: str
-    """JSONL, JSON, CSV or Parquet file, a directory of them, a hub dataset id, or package.module:function."""
-    eval_dataset: dict[str, str] = dataclasses.field(default_factory=dict)
-    """Named held-out sets, by name; what evaluates never trains."""
-    reward: tuple[str, ...] = ()
-    """Reward functions: a shipped name, package.module:function or file.py:function."""
-    reward_weights: tuple[float, ...] = ()
-    """One weight a reward function; empty: all 1. A weight of 0 is computed and logged only."""
-    eval_reward_functions: tuple[str, ...] = ()
-    """Reward functions of the evaluation; empty: those of training. An answer counts as right from 0.5 up on the first."""
-    true_reward: str | None = None
-    """Name of the reward function whose gap to the trained reward is logged as reward_gap."""
-    multi_objective_aggregation: Literal["sum_then_normalize", "normalize_then_sum"] = "sum_then_normalize"
-    """Whether each reward is scaled within its group before the weighted sum."""
-    output_dir: str
-    """Run directory. An existing run is resumed."""
-    seed: int = 0
-    """Seed of everything random in the run."""
+    mesh: dict[str, int] = dataclasses.field(default_factory=lambda: {"fsdp": -1})
+    """Mesh axes (data, fsdp, tensor) and their sizes; one may be -1."""
+    dtype: str | None = None
+    """Of the computation; None: bfloat16 on accelerators, float32 on CPU."""
 
-    # --- prompts ----------------------------------------------------------------------------------------------------
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class PromptOptions:
+    """How rows become prompts."""
+
     prompt_template: str | None = None
     """String with {prompt} for models without a chat template, or a shipped one by name (think)."""
     system_prompt: str | None = None
@@ -72,7 +59,11 @@ class GRPOConfig:
     prompt_buckets: tuple[int, ...] = ()
     """Padded prompt lengths; each compiles once. Empty: one that holds the longest prompt kept."""
 
-    # --- sampling ---------------------------------------------------------------------------------------------------
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class SamplingOptions:
+    """How completions are sampled."""
+
     prompts_per_step: int = 16
     """Prompts sampled a step, over all devices."""
     num_generations: int = 8
@@ -87,7 +78,56 @@ class GRPOConfig:
     stop: tuple[str, ...] = ()
     """Strings that end a completion; their tokens are the policy's own and are trained."""
 
-    # --- the algorithm ----------------------------------------------------------------------------------------------
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class OptimizerOptions:
+    """AdamW, its schedule, and the precision of the weights it moves."""
+
+    learning_rate: float = 1e-6
+    lr_scheduler: Literal["constant", "linear", "cosine"] = "constant"
+    warmup_steps: int = 0
+    """Optimiser steps of linear warm-up."""
+    max_grad_norm: float = 1.0
+    weight_decay: float = 0.0
+    """Decoupled, on matrices only."""
+    adam_b1: float = 0.9
+    adam_b2: float = 0.95
+    adam_eps: float = 1e-8
+    param_dtype: str = "float32"
+    """Of the master weights."""
+    remat: Literal["none", "full", "dots"] | None = None
+    """What the backward pass recomputes; None: full on accelerators, none on CPU."""
+    score_chunk: int = 2048
+    """Tokens whose logits exist at once while scoring."""
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class GRPOConfig(OptimizerOptions, SamplingOptions, PromptOptions, MachineOptions):
+    """Options of a GRPO run."""
+
+    # --- what to train on -------------------------------------------------------------------------------------------
+    model: str
+    """Directory in Hugging Face format, GGUF file, or hub id."""
+    dataset: str
+    """JSONL, JSON, CSV or Parquet file, a directory of them, a hub dataset id, or package.module:function."""
+    eval_dataset: dict[str, str] = dataclasses.field(default_factory=dict)
+    """Named held-out sets, by name; what evaluates never trains."""
+    reward: tuple[str, ...] = ()
+    """Reward functions: a shipped name, package.module:function or file.py:function."""
+    reward_weights: tuple[float, ...] = ()
+    """One weight a reward function; empty: all 1. A weight of 0 is computed and logged only."""
+    eval_reward_functions: tuple[str, ...] = ()
+    """Reward functions of the evaluation; empty: those of training. Right is an answer with at least 0.5 on the first."""
+    true_reward: str | None = None
+    """Name of the reward function whose gap to the trained reward is logged as reward_gap."""
+    multi_objective_aggregation: Literal["sum_then_normalize", "normalize_then_sum"] = "sum_then_normalize"
+    """Whether each reward is scaled within its group before the weighted sum."""
+    output_dir: str
+    """Run directory. An existing run is resumed."""
+    seed: int = 0
+    """Seed of everything random in the run."""
+
+    # --- the algorithm -------------------------------------------------------------------------------------------
     preset: str | None = None
     """Named set of loss_agg_mode, scale_rewards, ratio and clipping; options given beside it win."""
     loss_type: str = "dapo"
@@ -117,19 +157,7 @@ class GRPOConfig:
     microbatch_completions: int | None = None
     """Completions of one forward and backward pass; never changes a result. None: the minibatch."""
 
-    # --- the optimiser ----------------------------------------------------------------------------------------------
-    learning_rate: float = 1e-6
-    lr_scheduler: Literal["constant", "linear", "cosine"] = "constant"
-    warmup_steps: int = 0
-    """Optimiser steps of linear warm-up."""
-    max_grad_norm: float = 1.0
-    weight_decay: float = 0.0
-    """Decoupled, on matrices only."""
-    adam_b1: float = 0.9
-    adam_b2: float = 0.95
-    adam_eps: float = 1e-8
-
-    # --- the run ----------------------------------------------------------------------------------------------------
+    # --- the run -------------------------------------------------------------------------------------------------
     max_steps: int = 100
     """Steps of sampling; 0: num_epochs decides."""
     num_epochs: float = 0.0
@@ -147,21 +175,91 @@ class GRPOConfig:
     save_total_limit: int = 3
     """Checkpoints kept, beside the best."""
     best_metric: str | None = None
-    """Metric whose best checkpoint is kept beside the last ones, such as eval/test/greedy_accuracy (higher is better)."""
+    """Metric whose best (highest) checkpoint is kept beside the last ones, such as eval/test/greedy_accuracy."""
     logging_steps: int = 1
     completions_steps: int = 10
     """A table of completions every so many steps; 0: never."""
     report_to: tuple[str, ...] = ()
     """Further sinks: tensorboard."""
 
-    # --- the machine ------------------------------------------------------------------------------------------------
-    mesh: dict[str, int] = dataclasses.field(default_factory=lambda: {"fsdp": -1})
-    """Mesh axes (data, fsdp, tensor) and their sizes; one may be -1."""
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class SFTConfig(OptimizerOptions, PromptOptions, MachineOptions):
+    """Options of supervised steps on prompt-completion rows."""
+
+    model: str
+    """Directory in Hugging Face format, GGUF file, or hub id."""
+    dataset: str
+    """Rows with `prompt` and `completion`; sources as in GRPO."""
+    output_dir: str
+    """Run directory."""
+    seed: int = 0
+    """Of the order of rows."""
+    max_length: int = 1024
+    """Tokens of prompt and completion at most; longer rows are dropped and counted."""
+    rows_per_step: int = 16
+    """Rows of one optimiser step, over all devices."""
+    microbatch_rows: int | None = None
+    """Rows of one forward and backward pass; never changes a result. None: all of the step's."""
+    learning_rate: float = 2e-5
+    max_steps: int = 100
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class GenerateConfig(SamplingOptions, PromptOptions, MachineOptions):
+    """Options of generation from a model or a run."""
+
+    model: str
+    """Run directory, directory in Hugging Face format, GGUF file, or hub id."""
+    prompt: tuple[str, ...] = ()
+    """Prompts; a model with a chat template gets each as a user message."""
+    dataset: str | None = None
+    """Rows with `prompt`, instead of prompts on the command line."""
+    limit: int | None = None
+    """Rows of the dataset that are used; None: all."""
+    output: str | None = None
+    """JSONL file for rows with the completions; None: the terminal."""
+    seed: int = 0
+    prompts_per_step: int = 8
+    """Prompts sampled at once, over all devices."""
+    num_generations: int = 1
+    """Completions a prompt."""
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class EvalConfig(SamplingOptions, PromptOptions, MachineOptions):
+    """Options of an evaluation of a model or a run."""
+
+    model: str
+    """Run directory, directory in Hugging Face format, GGUF file, or hub id."""
+    eval_dataset: dict[str, str] = dataclasses.field(default_factory=dict)
+    """Named sets, by name."""
+    eval_reward_functions: tuple[str, ...] = ()
+    """Reward functions; an answer counts as right from 0.5 up on the first."""
+    eval_limit: int = 256
+    """Prompts of each set that are used."""
+    eval_num_generations: int = 8
+    """Samples a prompt for pass@k, beside the greedy one."""
+    probe: bool = False
+    """Sample each set's prompts as training would, and print how many groups would teach something."""
+    output: str | None = None
+    """Directory for metrics.json, probe.json and a row a prompt; None: the terminal only."""
+    seed: int = 0
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class ExportConfig:
+    """Options of an export to a Hugging Face directory."""
+
+    run: str
+    """Run directory."""
+    directory: str
+    """Where to write; transformers, vLLM and SGLang load it."""
+    step: int | None = None
+    """Step whose checkpoint is exported; None: the last."""
+    best: bool = False
+    """Export the best checkpoint by the run's best_metric instead."""
     dtype: str | None = None
-    """Of the computation; None: bfloat16 on accelerators, float32 on CPU."""
-    param_dtype: str = "float32"
-    """Of the master weights."""
-    remat: Literal["none", "full", "dots"] | None = None
-    """What the backward pass recomputes; None: full on accelerators, none on CPU."""
-    score_chunk: int = 2048
-    """Tokens whose logits exist at once while scoring."""
+    """Of the weights written; None: that of the master weights."""
+    overwrite: bool = False
+    """Replace a directory that is there."""

@@ -108,7 +108,7 @@ def _pass_metrics(records, *, tokens: int, logprobs: float, lengths, cut) -> dic
     if not samples:
         return {}
     powers = [2**exponent for exponent in range(samples.bit_length()) if 2**exponent <= samples]
-    at = lambda k: np.mean([pass_at_k(record["samples"], record["correct"], k) for record in records])  # noqa: E731
+    at = lambda k: np.mean([pass_at_k(record["samples"], record["correct"], k) for record in records])
     return {
         **{f"pass@{k}": float(at(k)) for k in powers},
         "mean_length": float(np.mean(lengths)),
@@ -133,7 +133,7 @@ def probe(
     the share that groups of the same mean would have, (1−p)^G + p^G at p = pass@1.
     """
     group = sampler.group_size
-    options = lambda _: {"purpose": PROBE, "temperature": temperature, "policy_step": 0}  # noqa: E731
+    options = lambda _: {"purpose": PROBE, "temperature": temperature, "policy_step": 0}
     correct = []
     for indices, _, sampled in _sample_calls(sampler, decode_params, key, prompts, 1, limit=limit, options=options):
         right = np.nan_to_num(reward_table(functions, sampled, group)[:, 0], nan=0.0) >= CORRECT

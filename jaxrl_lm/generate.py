@@ -1,4 +1,4 @@
-"""Generation as one pure function: prefill each prompt once, then a loop that stops when every row has ended.
+"""Generation as one pure function: prefill each prompt once, then a loop until every row has ended.
 
 The sampler's state is one tuple of fixed buffers (`DecodeState`) and its loop has one body. A row's sample is a function
 of its prompt and its key only. How a token is drawn: `sampling.py`; stop strings: `stops.py`.
@@ -41,8 +41,8 @@ def _prefill(params: Params, requests: Requests, model: Model, new: int) -> tupl
     rows, (prompts, columns) = requests.keys.shape[0], requests.tokens.shape
     places = positions(requests.segment_ids)
     hidden, cache = model.hidden(params, requests.tokens, places, requests.segment_ids, return_cache=True)
-    spread = lambda x: jnp.repeat(x, rows // prompts, axis=0)  # noqa: E731
-    room = lambda x, axis: jnp.pad(spread(x), [(0, new if a == axis else 0) for a in range(x.ndim)])  # noqa: E731
+    spread = lambda x: jnp.repeat(x, rows // prompts, axis=0)
+    room = lambda x, axis: jnp.pad(spread(x), [(0, new if a == axis else 0) for a in range(x.ndim)])
     layers = tuple((room(k, 2), room(v, 2)) for k, v in cache.layers)
     cache = Cache(layers, room(places, 1), room(requests.segment_ids, 1), jnp.asarray(columns, jnp.int32))
     return spread(hidden[:, -1]), cache
@@ -58,8 +58,8 @@ def generate(
 ) -> Rollout:
     """Sampled completions of the requested prompts; params from `prepare_decode`.
 
-    The log-probs are those that `score` gives at the same temperature, and `behaviour_logprobs` those of the
-    distribution after top-k, top-p and min-p (None when these are off). A row is `truncated` when it ran into its limit.
+    The log-probs are those that `score` gives at the same temperature, `behaviour_logprobs` those of the distribution
+    after top-k, top-p and min-p (None when these are off). A row is `truncated` when it ran into its limit.
     `stops` is the table of `stops.stop_table`. Raises ValueError if the rows are no multiple of the prompts.
     """
     rows, (prompts, prompt_columns) = requests.keys.shape[0], requests.tokens.shape
@@ -75,7 +75,7 @@ def generate(
         drawn = draw(model.unembed(params, hidden), keys, requests.temperature, sampling)
         active = state.active
         token = jnp.where(active, drawn.token, sampling.pad_token_id)
-        put = lambda buffer, value: jax.lax.dynamic_update_slice_in_dim(buffer, value[:, None], state.step, 1)  # noqa: E731
+        put = lambda buffer, value: jax.lax.dynamic_update_slice_in_dim(buffer, value[:, None], state.step, 1)
         stop_state = state.stop_state
         over = (token[:, None] == eos[None]).any(1)
         if stops is not None:
@@ -122,8 +122,8 @@ def generate(
 
 def _collect(state: DecodeState, requests: Requests, prompt_columns: int, truncates: bool) -> Rollout:
     copies = state.tokens.shape[0] // requests.tokens.shape[0]
-    prompt = lambda x: jnp.repeat(x, copies, axis=0)  # noqa: E731
-    beside = lambda x: jnp.pad(x, ((0, 0), (prompt_columns, 0)))  # noqa: E731
+    prompt = lambda x: jnp.repeat(x, copies, axis=0)
+    beside = lambda x: jnp.pad(x, ((0, 0), (prompt_columns, 0)))
     action_mask = beside(state.action_mask)
     segments = jnp.concatenate([prompt(requests.segment_ids), state.action_mask.astype(jnp.int32)], axis=1)
     return Rollout(

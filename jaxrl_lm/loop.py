@@ -189,7 +189,7 @@ def _evaluate(setup: Setup, state: TrainState, step: int) -> dict[str, float]:
 
 
 def _step(setup: Setup, state: TrainState, frozen: Frozen, step: int):
-    """One step of sampling and its updates: the new state, its metrics, and a function that makes the table of completions."""
+    """One step of sampling and its updates: the new state, its metrics, and a function that makes the completion table."""
     config, clock = setup.config, _Clock()
     with clock("generate"):
         indices = batch_indices(
@@ -267,9 +267,7 @@ def _score(setup: Setup, state: TrainState, frozen: Frozen, sampled: Sampled):
     config, rollout = setup.config, sampled.rollout
     start = rollout.tokens.shape[1] - config.max_completion_length
     score = lambda params: (
-        setup.steps.score(
-            params, rollout.tokens, rollout.segment_ids, sampled.temperature, start
-        ).logprobs
+        setup.steps.score(params, rollout.tokens, rollout.segment_ids, sampled.temperature, start).logprobs
     )
     old = score(state.params["policy"]) if updates_per_step(config) > 1 else None
     ref = score(frozen.reference) if frozen.reference is not None else None
@@ -293,7 +291,7 @@ def _learn(setup: Setup, state, frozen, sampled, advantages, valid, old, ref, st
             if float(found["nonfinite"].value):
                 path = _keep_batch(setup.directory, step, batch)
                 raise NonFiniteError(
-                    f"step {step}: the loss or its gradient is not finite; the weights are those before it, the batch is in {path}. "
+                    f"step {step}: the loss or its gradient is not finite; the weights are as before it, the batch is in {path}. "
                     "Lower learning_rate or max_grad_norm, or look for the rows at fault"
                 )
             merged = found if merged is None else metric.merge(merged, found)

@@ -1,4 +1,4 @@
-"""Masked reductions that select and never multiply, so that NaN or infinity under a mask reaches neither value nor gradient."""
+"""Masked reductions that select and never multiply: NaN or infinity under a mask reaches neither value nor gradient."""
 
 import jax.numpy as jnp
 from jaxtyping import Array, Bool, Float, Shaped
@@ -21,12 +21,21 @@ def mean(x: Shaped[Array, "*s"], mask: Bool[Array, "*s"], axis=None, keepdims: b
     return sum(x, mask, axis, keepdims) / jnp.maximum(count, 1)
 
 
-def std(x: Shaped[Array, "*s"], mask: Bool[Array, "*s"], axis=None, keepdims: bool = False, *, ddof: int = 1):
-    """Standard deviation over the mask with n − ddof below; 0 where no more than ddof values stand. Two passes, so that
-    a large common offset costs no precision."""
-    count = jnp.sum(mask, axis=axis, keepdims=True)
+def centre(x: Shaped[Array, "*s"], mask: Bool[Array, "*s"], axis=None) -> Float[Array, "*s"]:
+    """x minus its mean over the mask; 0 elsewhere.
+
+    Centred twice: the mean of large values is rounded to their precision, that of the remainder is not.
+    """
     gap = select(x, mask) - mean(x, mask, axis, keepdims=True)
-    variance = jnp.sum(jnp.where(mask, gap * gap, 0.0), axis=axis, keepdims=True) / jnp.maximum(count - ddof, 1)
+    return select(gap - mean(gap, mask, axis, keepdims=True), mask)
+
+
+def std(x: Shaped[Array, "*s"], mask: Bool[Array, "*s"], axis=None, keepdims: bool = False, *, ddof: int = 1):
+    """Standard deviation over the mask with n − ddof below; 0 where no more than ddof values stand. A large common
+    offset costs no precision."""
+    count = jnp.sum(mask, axis=axis, keepdims=True)
+    gap = centre(x, mask, axis)
+    variance = jnp.sum(gap * gap, axis=axis, keepdims=True) / jnp.maximum(count - ddof, 1)
     positive = (count > ddof) & (variance > 0)
     root = jnp.where(positive, jnp.sqrt(jnp.where(positive, variance, 1.0)), 0.0)
     return root if keepdims else jnp.squeeze(root, axis=axis)

@@ -1,5 +1,7 @@
 """The optimiser as an optax chain: clip by global norm, AdamW with decay on matrices only, a schedule."""
 
+from typing import Any
+
 import jax
 import optax
 
@@ -39,3 +41,19 @@ def make_optimizer(
     """Clipping by global norm (0: none), then AdamW (Loshchilov and Hutter, 2019)."""
     clip = optax.clip_by_global_norm(max_grad_norm) if max_grad_norm else optax.identity()
     return optax.chain(clip, optax.adamw(schedule, b1=b1, b2=b2, eps=eps, weight_decay=weight_decay, mask=decay_mask))
+
+
+def optimizer_of(config: Any, *, total_steps: int) -> tuple[optax.Schedule, optax.GradientTransformation]:
+    """The schedule and the optimiser that a config's options describe."""
+    schedule = make_schedule(
+        config.lr_scheduler, config.learning_rate, total_steps=total_steps, warmup_steps=config.warmup_steps
+    )
+    tx = make_optimizer(
+        schedule,
+        max_grad_norm=config.max_grad_norm,
+        weight_decay=config.weight_decay,
+        b1=config.adam_b1,
+        b2=config.adam_b2,
+        eps=config.adam_eps,
+    )
+    return schedule, tx

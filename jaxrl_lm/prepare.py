@@ -18,7 +18,7 @@ from jaxrl_lm.data import default_buckets, read_rows
 from jaxrl_lm.encode import EncodedPrompts, encode_prompts
 from jaxrl_lm.models import Model, eos_token_ids, generation_config, load
 from jaxrl_lm.objectives import PolicyObjective
-from jaxrl_lm.optim import make_optimizer, make_schedule
+from jaxrl_lm.optim import optimizer_of
 from jaxrl_lm.rewards import RewardFunction, resolve_all
 from jaxrl_lm.rollout import Sampler
 from jaxrl_lm.sharding import Plan, make_mesh
@@ -194,17 +194,7 @@ def compile_run(
     algorithm = resolve_algorithm(config)
     rows = config.prompts_per_step * config.num_generations
     minibatch = config.minibatch_completions or rows
-    schedule = make_schedule(
-        config.lr_scheduler, config.learning_rate, total_steps=total_updates, warmup_steps=config.warmup_steps
-    )
-    tx = make_optimizer(
-        schedule,
-        max_grad_norm=config.max_grad_norm,
-        weight_decay=config.weight_decay,
-        b1=config.adam_b1,
-        b2=config.adam_b2,
-        eps=config.adam_eps,
-    )
+    schedule, tx = optimizer_of(config, total_steps=total_updates)
     if objective is None:
         objective = PolicyObjective(
             completion_columns=config.max_completion_length,

@@ -46,12 +46,10 @@ def score(
 
     width = min(columns - start, max(1, chunk // rows))
     count = -(-(columns - start) // width)
-    split = (
-        lambda x: (
-            jnp.pad(x, ((0, 0), (0, count * width - x.shape[1]), *((0, 0),) * (x.ndim - 2)))
-            .reshape(rows, count, width, *x.shape[2:])
-            .swapaxes(0, 1)
-        )
+    split = lambda x: (
+        jnp.pad(x, ((0, 0), (0, count * width - x.shape[1]), *((0, 0),) * (x.ndim - 2)))
+        .reshape(rows, count, width, *x.shape[2:])
+        .swapaxes(0, 1)
     )
 
     @jax.checkpoint
@@ -60,6 +58,6 @@ def score(
 
     _, scores = jax.lax.scan(one, None, (split(before), split(targets)))
     real = (segment_ids[:, start:] > 0) & (segment_ids[:, start:] == segment_ids[:, start - 1 : -1])
-    join = lambda x: x.swapaxes(0, 1).reshape(rows, count * width)[:, : columns - start]  # noqa: E731
-    place = lambda x: jnp.pad(jnp.where(real, join(x), 0.0), ((0, 0), (start, 0)))  # noqa: E731
+    join = lambda x: x.swapaxes(0, 1).reshape(rows, count * width)[:, : columns - start]
+    place = lambda x: jnp.pad(jnp.where(real, join(x), 0.0), ((0, 0), (start, 0)))
     return Scores(place(scores.logprobs), place(scores.entropy))

@@ -20,7 +20,7 @@ from jaxrl_lm.generate import generate, prepare_decode
 from jaxrl_lm.models import Model, decode_specs
 from jaxrl_lm.score import score
 from jaxrl_lm.sharding import Plan
-from jaxrl_lm.types import Params, PolicyBatch, Rollout, TrainState
+from jaxrl_lm.types import Params, PolicyBatch, Rollout, SFTBatch, TrainState
 from jaxrl_lm.update import Objective, update
 
 
@@ -38,11 +38,12 @@ class Steps:
     kl_sums: Callable[..., jax.Array]  # (logprobs, ref_logprobs, mask) -> [N], for a KL in the reward
     advantages: Callable[..., jax.Array]  # (returns, valid=...)
     minibatch: Callable[..., PolicyBatch]  # (rollout, temperature, advantages, valid, old, ref, rows)
+    sft_batch: Callable[..., SFTBatch]  # (tokens, segment_ids, mask)
     update: Callable[..., Any]  # (state, frozen, batch)
 
     def place(self, tree: Any) -> Any:
         """Host arrays on the mesh, rows split; scalars on every device."""
-        put = lambda x: jax.device_put(x, self.plan.rows if jnp.ndim(x) else self.plan.replicated)  # noqa: E731
+        put = lambda x: jax.device_put(x, self.plan.rows if jnp.ndim(x) else self.plan.replicated)
         return jax.tree.map(put, tree)
 
     def compilations(self) -> dict[str, int]:
@@ -65,7 +66,7 @@ def take_minibatch(
     mask_truncated: bool,
 ) -> PolicyBatch:
     """The batch of one optimiser step: some rows of a rollout, with the weights of exactly these rows."""
-    take = lambda x: None if x is None else x[rows]  # noqa: E731
+    take = lambda x: None if x is None else x[rows]
     mask, truncated, learns = rollout.action_mask[rows], rollout.truncated[rows], valid[rows]
     if mask_truncated:
         learns = learns & ~truncated
@@ -144,7 +145,7 @@ def compile_steps(
         return TrainState(jnp.zeros((), jnp.int32), params, tx.init(params), key, {})
 
     decode_layout = plan.tree(decode_specs(model.config))
-    with_layout = lambda x, layout: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=layout)  # noqa: E731
+    with_layout = lambda x, layout: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=layout)
     length = sampling.max_new_tokens if sampling else None
     bind = functools.partial
     return Steps(
@@ -166,6 +167,10 @@ def compile_steps(
         advantages=jax.jit(advantages, out_shardings=split) if advantages else None,
         minibatch=jax.jit(
             bind(take_minibatch, over=over, length=length, mask_truncated=mask_truncated), out_shardings=split
+        ),
+        sft_batch=jax.jit(
+            lambda tokens, segment_ids, mask: SFTBatch(tokens, segment_ids, algos.token_weights(mask, over=over)),
+            out_shardings=split,
         ),
         update=jax.jit(
             bind(update, objective=objective, tx=tx, model=model, microbatches=microbatches),

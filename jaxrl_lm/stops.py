@@ -21,10 +21,10 @@ def token_bytes(tokenizer) -> list[bytes]:
     pieces = tokenizer.convert_ids_to_tokens(list(range(size)))
     if "ByteLevel" in decoder:
         table = _byte_level_table()
-        convert = lambda piece: bytes(table[c] for c in piece) if all(c in table for c in piece) else piece.encode()  # noqa: E731
+        convert = lambda piece: bytes(table[c] for c in piece) if all(c in table for c in piece) else piece.encode()
     else:
         convert = _sentencepiece_bytes
-    plain = lambda number, piece: piece.encode() if number in special else convert(piece)  # noqa: E731
+    plain = lambda number, piece: piece.encode() if number in special else convert(piece)
     return [b"" if piece is None else plain(number, piece) for number, piece in enumerate(pieces)]
 
 

@@ -46,7 +46,7 @@ def gradients(
     parts = cut(batch, microbatches)
     first = jax.tree.map(lambda x: x[0], parts)
     rest = jax.tree.map(lambda x: x[1:], parts)
-    wide = lambda tree: jax.tree.map(lambda g: g.astype(jnp.promote_types(g.dtype, jnp.float32)), tree)  # noqa: E731
+    wide = lambda tree: jax.tree.map(lambda g: g.astype(jnp.promote_types(g.dtype, jnp.float32)), tree)
 
     def add(total, part):
         grads, metrics = one(part)

@@ -36,12 +36,11 @@ def group_advantages(
         raise ValueError(f"scale={scale!r} is unknown: use group, batch or none")
     mask = jnp.ones(returns.shape, bool) if valid is None else valid
     grouped, inside = returns.reshape(-1, group_size), mask.reshape(-1, group_size)
-    # Equality of the raw values decides about zero spread: a rounded mean would leave noise to be divided by eps.
+    # Equality of the raw values decides about zero spread: a rounded mean would leave noise to be divided by eps. Asked
+    # this way round, a NaN among the returns has spread, and shows.
     low, high = masked.select(grouped, inside, jnp.inf).min(1), masked.select(grouped, inside, -jnp.inf).max(1)
-    spread = (inside & (high > low)[:, None]).reshape(-1)
-    centred = jnp.where(
-        spread, (masked.select(grouped, inside) - masked.mean(grouped, inside, 1, True)).reshape(-1), 0.0
-    )
+    spread = (inside & ~(high <= low)[:, None]).reshape(-1)
+    centred = jnp.where(spread, masked.centre(grouped, inside, 1).reshape(-1), 0.0)
     if scale == "none":
         return centred
     if scale == "batch":

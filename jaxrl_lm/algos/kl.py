@@ -21,7 +21,7 @@ def kl_estimate(
 ) -> Float[Array, "N T"]:
     """KL at each token with g = log pi − log ref; 0 off the mask.
 
-    k1 = g (unbiased; in the reward its gradient is that of the KL, as a loss it is 0 on average). k2 = g²/2 (biased; the
+    k1 = g (unbiased; in the reward its gradient is that of the KL, as a loss it is 0 on average). k2 = g²/2 (biased; its
     gradient is that of KL(pi ‖ ref), for one action). k3 = e^−g + g − 1 (unbiased, ≥ 0; as a loss its gradient is that
     of KL(ref ‖ pi)). A "+" keeps that value and takes k2's gradient.
 

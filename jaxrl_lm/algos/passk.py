@@ -12,11 +12,11 @@ def pass_at_k(samples: int, correct: int, k: int) -> float:
         raise ValueError(
             f"pass@k needs 0 <= correct <= samples and 1 <= k <= samples: got n={samples}, c={correct}, k={k}"
         )
-    wrong = samples - correct
-    if wrong < k:
+    if samples - correct < k:
         return 1.0
-    log_choose = lambda n: math.lgamma(n + 1) - math.lgamma(k + 1) - math.lgamma(n - k + 1)  # noqa: E731
-    return -math.expm1(log_choose(wrong) - log_choose(samples))
+    # C(n−c, k) / C(n, k) = Π_{i<few} (1 − many / (n − i)), the same with c and k exchanged.
+    few, many = min(correct, k), max(correct, k)
+    return 0.0 - math.expm1(math.fsum(math.log1p(-many / (samples - i)) for i in range(few)))
 
 
 def same_outcome_share(p: float, group_size: int) -> float:

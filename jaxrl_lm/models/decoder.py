@@ -44,7 +44,7 @@ def _merge(config: ModelConfig, module: type, params: Params) -> Any:
 
 def decoder_specs(config: ModelConfig) -> dict[str, Any]:
     """The declaration of every weight: a nested dict of ParamSpec, the layers stacked."""
-    stack = lambda spec: ParamSpec((config.num_layers, *spec.shape), ("layers", *spec.axes), spec.init)  # noqa: E731
+    stack = lambda spec: ParamSpec((config.num_layers, *spec.shape), ("layers", *spec.axes), spec.init)
     layers = jax.tree.map(stack, _graph(config, Block)[1])
     return {**_graph(config, Ends)[1], "layers": layers}
 
@@ -126,7 +126,7 @@ class Model:
         config's dtype.
         """
         dtype = jnp.dtype(self.config.dtype)
-        cast = lambda tree: jax.tree.map(lambda leaf: leaf.astype(dtype), tree)  # noqa: E731
+        cast = lambda tree: jax.tree.map(lambda leaf: leaf.astype(dtype), tree)
         ends = _merge(self.config, Ends, cast({name: leaf for name, leaf in params.items() if name != "layers"}))
         x = self._constrain(ends.embed_tokens(tokens))
         angles = positions[:, :, None].astype(jnp.float32) * rope_frequencies(self.config).astype("float32")[None, None]
@@ -134,7 +134,7 @@ class Model:
             k_positions, k_segments, index = positions, segment_ids, None
         else:
             index = cache.index
-            write = lambda old, new: jax.lax.dynamic_update_slice_in_dim(old, new, index, axis=1)  # noqa: E731
+            write = lambda old, new: jax.lax.dynamic_update_slice_in_dim(old, new, index, axis=1)
             k_positions, k_segments = write(cache.positions, positions), write(cache.segment_ids, segment_ids)
         mask = visible(positions, segment_ids, k_positions, k_segments, self.config.sliding_window)
 

@@ -109,14 +109,14 @@ class Attention(nnx.Module):
 
     def __call__(self, x, angles, mask, cache, index):
         """Output and this layer's keys and values [N c S k]: the call's own, or the cache with them written at index."""
-        split = lambda y: y.reshape(*y.shape[:2], -1, self.head_dim)  # noqa: E731
+        split = lambda y: y.reshape(*y.shape[:2], -1, self.head_dim)
         q, k, v = split(self.q_proj(x)), split(self.k_proj(x)), split(self.v_proj(x))
         if hasattr(self, "q_norm"):
             q, k = self.q_norm(q), self.k_norm(k)
         q, k = rotate(q, angles), rotate(k, angles)
         k, v = k.swapaxes(1, 2), v.swapaxes(1, 2)
         if cache is not None:
-            write = lambda old, new: jax.lax.dynamic_update_slice_in_dim(old, new.astype(old.dtype), index, axis=2)  # noqa: E731
+            write = lambda old, new: jax.lax.dynamic_update_slice_in_dim(old, new.astype(old.dtype), index, axis=2)
             k, v = write(cache[0], k), write(cache[1], v)
         return self.o_proj(attend(q, k, v, mask)), (k, v)
 

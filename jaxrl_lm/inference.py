@@ -1,0 +1,210 @@
+"""Generation, evaluation and export of a model or a run: what `jaxrl-lm generate|eval|export` do."""
+
+import json
+import tomllib
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import jax
+import optax
+
+from jaxrl_lm.checkpoint import Checkpoints
+from jaxrl_lm.config import EvalConfig, ExportConfig, GenerateConfig, GRPOConfig
+from jaxrl_lm.data import default_buckets, read_rows
+from jaxrl_lm.encode import EncodedPrompts, encode_prompts
+from jaxrl_lm.evaluate import evaluate, probe, probe_message
+from jaxrl_lm.models import Model, save
+from jaxrl_lm.optim import optimizer_of
+from jaxrl_lm.options import from_dict
+from jaxrl_lm.prepare import build_plan, load_model, make_sampler, make_sampling
+from jaxrl_lm.rewards import resolve_all
+from jaxrl_lm.rollout import EVAL, Sampler
+from jaxrl_lm.sharding import Plan
+from jaxrl_lm.steps import compile_steps, state_shardings
+from jaxrl_lm.types import Params
+
+
+class Loaded(NamedTuple):
+    model: Model
+    params: Params
+    tokenizer: Any
+    generation: dict[str, Any]
+
+
+def restore_policy(
+    run: str | Path, plan: Plan, *, step: int | None = None, best: bool = False, dtype: str | None = None
+) -> Loaded:
+    """The policy of a run's checkpoint: of a step, the best, or the last.
+
+    Raises ValueError or CheckpointError where the run, the step or a best checkpoint is missing.
+    """
+    config = run_config(run)
+    model, params, tokenizer, generation = load_model(
+        config.model, plan, dtype=dtype or config.dtype, param_dtype=config.param_dtype, remat=config.remat
+    )
+    del params
+    _, tx = optimizer_of(config, total_steps=1 + config.warmup_steps)
+    abstract, layouts = state_shardings(model, plan, tx, config.param_dtype)
+    target = jax.tree.map(lambda x, layout: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=layout), abstract, layouts)
+    with Checkpoints(Path(run) / "checkpoints", best_metric=config.best_metric, read_only=True) as checkpoints:
+        if best:
+            step = checkpoints.best()
+            if step is None:
+                raise ValueError(f"{run}: no checkpoint has a best_metric (best_metric={config.best_metric!r})")
+        state, _ = checkpoints.restore(target, step=step)
+    return Loaded(model, state.params["policy"], tokenizer, generation)
+
+
+def is_run(path: str | Path) -> bool:
+    """Whether a path is a run directory of ours."""
+    return (Path(path) / "config.toml").is_file()
+
+
+def run_config(run: str | Path) -> GRPOConfig:
+    """The resolved config of a run directory. Raises ValueError where there is none."""
+    if not is_run(run):
+        raise ValueError(f"{run}: no run directory (it has no config.toml)")
+    path = Path(run) / "config.toml"
+    return from_dict(GRPOConfig, tomllib.loads(path.read_text()), where=str(path))
+
+
+def load_any(name: str, plan: Plan, *, dtype: str | None = None) -> Loaded:
+    """A model by directory, GGUF file or hub id, or the last policy of a run directory."""
+    if is_run(name):
+        return restore_policy(name, plan, dtype=dtype)
+    return Loaded(*load_model(name, plan, dtype=dtype, param_dtype="float32", remat="none"))
+
+
+def make_inference(
+    config: GenerateConfig | EvalConfig, loaded: Loaded, plan: Plan, sets: list[EncodedPrompts]
+) -> Sampler:
+    """A sampler for these prompts; `prompts_per_step` is a batch."""
+    sampling = make_sampling(config, loaded.tokenizer, loaded.generation)
+    rows = config.prompts_per_step * config.num_generations
+    if config.prompts_per_step % plan.batch_ways:
+        raise ValueError(
+            f"prompts_per_step={config.prompts_per_step} is not divisible by the {plan.batch_ways} devices of the mesh"
+        )
+    steps = compile_steps(loaded.model, plan, objective=None, tx=optax.identity(), rows=rows, sampling=sampling)
+    lengths = [len(ids) for encoded in sets for ids in encoded.ids]
+    return make_sampler(
+        steps,
+        config,
+        loaded.tokenizer,
+        sampling,
+        buckets=tuple(sorted(config.prompt_buckets)) or default_buckets(lengths),
+        prompts=config.prompts_per_step,
+        vocab=loaded.model.config.vocab_size,
+    )
+
+
+def encode_for(
+    config: GenerateConfig | EvalConfig, tokenizer: Any, rows: list[dict[str, Any]], name: str
+) -> EncodedPrompts:
+    return encode_prompts(
+        rows,
+        tokenizer,
+        max_prompt_length=config.max_prompt_length,
+        long_prompts=config.long_prompts,
+        prompt_template=config.prompt_template,
+        system_prompt=config.system_prompt,
+        name=name,
+    )
+
+
+def run_generate(config: GenerateConfig) -> list[dict[str, Any]]:
+    """Rows with `prompt`, `completions` and `logprobs` (of each completion, a sum); written to `output` if given."""
+    if bool(config.prompt) == bool(config.dataset):
+        raise ValueError("generate: give either prompt or dataset")
+    plan = build_plan(config.mesh)
+    loaded = load_any(config.model, plan, dtype=config.dtype)
+    if config.dataset:
+        rows = read_rows(config.dataset, name="dataset")[: config.limit]
+    else:
+        chat = loaded.tokenizer.chat_template is not None and config.prompt_template is None
+        rows = [{"prompt": [{"role": "user", "content": text}] if chat else text} for text in config.prompt]
+    prompts = encode_for(config, loaded.tokenizer, rows, "dataset")
+    sampler = make_inference(config, loaded, plan, [prompts])
+    decode_params, key = sampler.steps.prepare_decode(loaded.params), _key(config.seed, plan)
+    out = []
+    for start in range(0, len(prompts.ids), config.prompts_per_step):
+        indices = list(range(start, min(start + config.prompts_per_step, len(prompts.ids))))
+        options = {"purpose": EVAL, "step": start, "temperature": config.temperature, "policy_step": 0}
+        sampled = sampler(decode_params, key, prompts, indices, **options)
+        for place, index in enumerate(indices):
+            mine = slice(place * config.num_generations, (place + 1) * config.num_generations)
+            out.append({
+                **prompts.rows[index],
+                "completions": sampled.texts[mine],
+                "completion_ids": sampled.completion_ids[mine],
+                "logprobs": [float(value) for value in sampled.logprob_sums[mine]],
+            })  # fmt: skip
+    if config.output:
+        Path(config.output).write_text("".join(json.dumps(row) + "\n" for row in out))
+    return out
+
+
+def run_eval(config: EvalConfig) -> dict[str, float]:
+    """Metrics of every evaluation set, as in training; with `probe` what a training run would find in these prompts."""
+    if not config.eval_dataset:
+        raise ValueError("eval_dataset: no set is given (--eval_dataset.NAME SOURCE)")
+    if not config.eval_reward_functions:
+        raise ValueError("eval_reward_functions: no reward function is given")
+    functions = resolve_all(list(config.eval_reward_functions))
+    plan = build_plan(config.mesh)
+    loaded = load_any(config.model, plan, dtype=config.dtype)
+    sets = {
+        name: encode_for(config, loaded.tokenizer, read_rows(source, name=name), f"eval_dataset {name!r}")
+        for name, source in config.eval_dataset.items()
+    }
+    sampler = make_inference(config, loaded, plan, list(sets.values()))
+    decode_params, key = sampler.steps.prepare_decode(loaded.params), _key(config.seed, plan)
+    output = Path(config.output) if config.output else None
+    if output:
+        output.mkdir(parents=True, exist_ok=True)
+    metrics: dict[str, float] = {}
+    for name, prompts in sets.items():
+        if config.probe:
+            found = probe(
+                sampler, decode_params, key, prompts, functions, temperature=config.temperature, limit=config.eval_limit
+            )
+            print(f"{name}: {probe_message(found)}")
+            metrics |= {f"probe/{name}/{metric}": value for metric, value in found.items()}
+            continue
+        found = evaluate(
+            sampler,
+            decode_params,
+            key,
+            prompts,
+            functions,
+            temperature=config.temperature,
+            samples=config.eval_num_generations,
+            limit=config.eval_limit,
+            policy_step=0,
+            name=name,
+        )
+        metrics |= found.metrics
+        if output:
+            (output / f"{name}.jsonl").write_text("".join(json.dumps(record) + "\n" for record in found.records))
+    if output:
+        (output / ("probe.json" if config.probe else "metrics.json")).write_text(json.dumps(metrics, indent=2) + "\n")
+    return metrics
+
+
+def run_export(config: ExportConfig) -> Path:
+    """Writes the policy of a run's checkpoint as a Hugging Face directory; returns its path."""
+    loaded = restore_policy(config.run, build_plan({"fsdp": -1}), step=config.step, best=config.best)
+    save(
+        config.directory,
+        loaded.model,
+        loaded.params,
+        loaded.tokenizer,
+        dtype=config.dtype,
+        generation_config=loaded.generation,
+        overwrite=config.overwrite,
+    )
+    return Path(config.directory)
+
+
+def _key(seed: int, plan: Plan) -> jax.Array:
+    return jax.device_put(jax.random.key(seed), plan.replicated)
