@@ -291,7 +291,7 @@ def _learn(setup: Setup, state, frozen, sampled, advantages, valid, old, ref, st
             if float(found["nonfinite"].value):
                 path = _keep_batch(setup.directory, step, batch)
                 raise NonFiniteError(
-                    f"step {step}: the loss or its gradient is not finite; the weights are as before it, the batch is in {path}. "
+                    f"step {step}: the loss or its gradient is not finite; the weights are as before, the batch in {path}. "
                     "Lower learning_rate or max_grad_norm, or look for the rows at fault"
                 )
             merged = found if merged is None else metric.merge(merged, found)

@@ -53,8 +53,9 @@ def min_of(x: Shaped[Array, "*s"], mask: Bool[Array, "*s"]) -> Min:
 
 def merge(a: Metrics, b: Metrics) -> Metrics:
     """The metrics of both parts together. Raises KeyError when the parts measured different things."""
-    if a.keys() != b.keys():
-        raise KeyError(f"metrics differ between parts: {sorted(a.keys() ^ b.keys())}")
+    different = {name for name in a.keys() | b.keys() if type(a.get(name)) is not type(b.get(name))}
+    if different:
+        raise KeyError(f"metrics differ between parts: {sorted(different)}")
     return {name: _merge_one(a[name], b[name]) for name in a}
 
 
@@ -76,6 +77,7 @@ def result(metrics: Metrics) -> dict[str, float]:
         elif isinstance(metric, Sum):
             out[name] = float(metric.total)
         else:
+            nothing = float("-inf") if isinstance(metric, Max) else float("inf")
             value = float(metric.value)
-            out[name] = value if abs(value) != float("inf") else float("nan")
+            out[name] = value if value != nothing else float("nan")
     return out

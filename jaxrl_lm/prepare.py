@@ -76,7 +76,7 @@ def check(config: GRPOConfig, devices: int) -> None:
     """Raises ValueError, naming the options, where sizes do not divide or options contradict each other."""
     if config.num_generations < 2:
         raise ValueError(
-            f"num_generations={config.num_generations}: GRPO compares the completions of a prompt with each other; use 2 or more"
+            f"num_generations={config.num_generations}: GRPO compares completions of one prompt: use 2 or more"
         )
     completions = config.prompts_per_step * config.num_generations
     minibatch = config.minibatch_completions or completions
@@ -283,7 +283,7 @@ def prepare(
         vocab=model.config.vocab_size,
     )
     notes = [
-        f"{encoded.dropped} prompts dropped and {encoded.cut} cut of {name}: longer than max_prompt_length={config.max_prompt_length}"
+        f"{name}: {encoded.dropped} prompts dropped and {encoded.cut} cut, longer than {config.max_prompt_length} tokens"
         for name, encoded in {"dataset": prompts, **eval_sets}.items()
         if encoded.dropped or encoded.cut
     ]

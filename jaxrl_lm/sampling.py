@@ -23,7 +23,7 @@ def truncate(logits: Float[Array, "N V"], sampling: SamplingConfig) -> Float[Arr
     if sampling.top_k is not None and sampling.top_k < logits.shape[1]:
         kth = jax.lax.top_k(logits, sampling.top_k)[0][:, -1:]
         logits = jnp.where(logits >= kth, logits, -jnp.inf)
-    if sampling.top_p is not None:
+    if sampling.top_p is not None and sampling.top_p < 1.0:  # at 1 the rounded sum would cut off the tail
         ordered = jnp.sort(logits, axis=1, descending=True)
         probs = jax.nn.softmax(ordered, axis=1)
         kept = (jnp.cumsum(probs, axis=1) - probs) < sampling.top_p

@@ -11,12 +11,13 @@ import numpy as np
 
 
 def token_bytes(tokenizer) -> list[bytes]:
-    """The bytes that each token id stands for; a special token stands for its name, so that a stop string may name one.
+    """The bytes that each token id stands for; special and added tokens stand for their names, so that a stop string may
+    name one.
 
     Byte-level and SentencePiece-style vocabularies, and plain ones whose entries are the text itself.
     """
     size = max(tokenizer.get_vocab().values()) + 1
-    special = set(tokenizer.all_special_ids)
+    named = {*tokenizer.all_special_ids, *tokenizer.added_tokens_decoder}
     decoder = str(tokenizer.backend_tokenizer.decoder)
     pieces = tokenizer.convert_ids_to_tokens(list(range(size)))
     if "ByteLevel" in decoder:
@@ -24,7 +25,7 @@ def token_bytes(tokenizer) -> list[bytes]:
         convert = lambda piece: bytes(table[c] for c in piece) if all(c in table for c in piece) else piece.encode()
     else:
         convert = _sentencepiece_bytes
-    plain = lambda number, piece: piece.encode() if number in special else convert(piece)
+    plain = lambda number, piece: piece.encode() if number in named else convert(piece)
     return [b"" if piece is None else plain(number, piece) for number, piece in enumerate(pieces)]
 
 

@@ -20,7 +20,7 @@ Objective = Callable[..., tuple[jax.Array, Metrics]]
 
 
 def cut(batch: Any, parts: int) -> Any:
-    """The batch as [parts, N / parts, …]; every part takes rows from every device. Raises ValueError if it does not divide."""
+    """The batch as [parts, N / parts, …]; every part takes rows from every device. Raises ValueError where it cannot."""
 
     def one(x):
         if x.shape[0] % parts:

@@ -25,6 +25,7 @@ SHIPPED = {
     "arithmetic": "jaxrl_lm.rewards.arithmetic:arithmetic",
     "format_think": "jaxrl_lm.rewards.arithmetic:format_think",
     "reasoning_gym": "jaxrl_lm.rewards.reasoning:reasoning_gym",
+    "random": "jaxrl_lm.rewards.controls:random_reward",
 }
 """Shipped reward functions by name."""
 
