@@ -4,6 +4,7 @@
     python examples/smollm2_sums.py train   runs/smollm2                  (the run)
     python examples/smollm2_sums.py control runs/smollm2_random           (the same with random rewards)
     python examples/smollm2_sums.py compare runs/smollm2 runs/smollm2_random
+    python examples/smollm2_sums.py log     runs/smollm2                  (the metrics as a table, and curves.png)
     python examples/smollm2_sums.py check   runs/smollm2                  (export; transformers' greedy answers; needs torch)
 
 docs/results.md holds what these printed.
@@ -17,6 +18,8 @@ from pathlib import Path
 
 import jaxrl_lm
 from jaxrl_lm.inference import run_export, run_generate
+from jaxrl_lm.lab.figure import curves
+from jaxrl_lm.report import load_metrics
 
 SUMS = "jaxrl_lm.rewards.arithmetic:addition_words?seed=0&max_operand=12"
 
@@ -42,7 +45,7 @@ def train(directory: str, reward: str = "arithmetic") -> None:
         microbatch_completions=16,
         max_prompt_length=64,
         max_completion_length=24,
-        learning_rate=1e-5,
+        learning_rate=2e-5,
         max_steps=24,
         eval_steps=24,
         eval_num_generations=7,
@@ -77,6 +80,19 @@ def compare(*directories: str) -> None:
         )
 
 
+LOGGED = ("reward", "completions/mean_length", "entropy", "grad_norm", "sampling/logp_difference/max", "step_time")
+
+
+def log(directory: str) -> None:
+    """Prints the metrics of each step as a table, and draws them against wall time."""
+    rows = load_metrics(Path(directory) / "metrics.jsonl")
+    print("| step | " + " | ".join(LOGGED) + " |\n" + "|---" * (len(LOGGED) + 1) + "|")
+    for row in rows:
+        if "reward" in row:
+            print(f"| {row['step']} | " + " | ".join(f"{row[name]:.3g}" for name in LOGGED) + " |")
+    print(curves(Path(directory) / "curves.png", {"GRPO": rows}, title="SmolLM2-135M-Instruct, sums in words"))
+
+
 def check(directory: str) -> None:
     """Exports the run and compares transformers' greedy answers with ours, token for token, on 20 held-out prompts."""
     import torch
@@ -109,4 +125,4 @@ def check(directory: str) -> None:
 
 
 if __name__ == "__main__":
-    {"train": train, "control": control, "compare": compare, "check": check}[sys.argv[1]](*sys.argv[2:])
+    {"train": train, "control": control, "compare": compare, "log": log, "check": check}[sys.argv[1]](*sys.argv[2:])

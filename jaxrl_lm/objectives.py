@@ -85,7 +85,7 @@ class SFTObjective:
     score_chunk: int = 2048
 
     def __call__(self, params: dict[str, Params], frozen: Frozen, batch: SFTBatch, *, model: Model):
-        """Returns (loss, metrics) with the mean entropy and the token accuracy's proxy, the mean probability."""
+        """Returns (loss, metrics); the metrics are the mean entropy and the number of tokens."""
         scores = score(params["policy"], batch.tokens, batch.segment_ids, model=model, chunk=self.score_chunk)
         mask = batch.weights > 0
         loss = -jnp.sum(batch.weights * jnp.where(mask, scores.logprobs, 0.0))

@@ -20,7 +20,7 @@ from jaxrl_lm.generate import generate, prepare_decode
 from jaxrl_lm.models import Model, decode_specs
 from jaxrl_lm.score import score
 from jaxrl_lm.sharding import Plan
-from jaxrl_lm.types import Params, PolicyBatch, Rollout, SFTBatch, TrainState
+from jaxrl_lm.types import Params, PolicyBatch, Requests, Rollout, SFTBatch, TrainState
 from jaxrl_lm.update import Objective, update
 
 
@@ -154,7 +154,11 @@ def compile_steps(
         init=jax.jit(start, in_shardings=(policy, every), out_shardings=layouts, donate_argnums=0),
         prepare_decode=jax.jit(bind(prepare_decode, model=model), in_shardings=(policy,), out_shardings=decode_layout),
         row_keys=jax.jit(bind(row_keys, rows=rows), out_shardings=split),
-        generate=jax.jit(bind(generate, model=model, sampling=sampling), out_shardings=split),
+        generate=jax.jit(
+            bind(generate, model=model, sampling=sampling),
+            in_shardings=(decode_layout, Requests(split, split, split, split, split, policy_step=every), every),
+            out_shardings=split,
+        ),
         score=jax.jit(
             lambda params, tokens, segment_ids, temperature, start: score(
                 params, tokens, segment_ids, model=model, temperature=temperature, chunk=score_chunk, start=start

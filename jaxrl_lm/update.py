@@ -43,17 +43,16 @@ def gradients(
 
     if microbatches == 1:
         return one(batch)
-    parts = cut(batch, microbatches)
-    first = jax.tree.map(lambda x: x[0], parts)
-    rest = jax.tree.map(lambda x: x[1:], parts)
-    wide = lambda tree: jax.tree.map(lambda g: g.astype(jnp.promote_types(g.dtype, jnp.float32)), tree)
+    zero = lambda p: jnp.zeros(p.shape, jnp.promote_types(p.dtype, jnp.float32))
 
     def add(total, part):
         grads, metrics = one(part)
-        return (jax.tree.map(jnp.add, total[0], wide(grads)), merge(total[1], metrics)), None
+        return jax.tree.map(lambda t, g: t + g.astype(t.dtype), total, grads), metrics
 
-    grads, metrics = one(first)
-    (grads, metrics), _ = jax.lax.scan(add, (wide(grads), metrics), rest)
+    # The model stands once in the program: metrics come out stacked and are merged in a loop of their own.
+    grads, stacked = jax.lax.scan(add, jax.tree.map(zero, params), cut(batch, microbatches))
+    first, rest = (jax.tree.map(lambda x, part=part: x[part], stacked) for part in (0, slice(1, None)))
+    metrics, _ = jax.lax.scan(lambda total, part: (merge(total, part), None), first, rest)
     return grads, metrics
 
 

@@ -627,3 +627,15 @@ def test_verl_errors():
         score(RewardFunction("bad", from_verl(lambda **row: {"acc": 1})), **VERL)
     with pytest.raises(RewardError, match="'bad' returned a str"):
         score(RewardFunction("bad", from_verl(lambda **row: "1")), **VERL)
+
+
+def test_random_reward_is_repeatable_independent_of_the_text_and_fair():
+    from jaxrl_lm.rewards.controls import random_reward
+
+    rows = 2000
+    asked = {"prompts": ["p"] * rows, "completion_ids": [[1, 2]] * rows}
+    first = random_reward(**asked)
+    assert first == random_reward(**asked)
+    assert set(first) == {0.0, 1.0}
+    # 2000 fair coins: five standard deviations are 0.056
+    assert abs(sum(first) / rows - 0.5) < 0.056

@@ -23,17 +23,17 @@ class LabConfig:
     """Chance that the demonstrator writes a wrong answer without working."""
     hidden_size: int = 160
     num_layers: int = 4
-    sft_steps: int = 450
+    sft_steps: int = 600
     """Supervised steps on demonstrations before reinforcement learning."""
     sft_rows: int = 32
     sft_learning_rate: float = 2e-3
-    grpo_steps: int = 100
+    grpo_steps: int = 80
     prompts_per_step: int = 16
     num_generations: int = 8
     learning_rate: float = 3e-4
     """Of GRPO."""
     preset: str = "grpo"
     max_completion_length: int = 40
-    eval_steps: int = 25
+    eval_steps: int = 20
     control: bool = True
     """Also go on with supervised steps for as long as GRPO took, from the same start."""

@@ -53,6 +53,11 @@ class Plan:
                 raise ValueError(f"{path}: unknown logical axis {axis!r}; known are {', '.join(sorted(table))}")
             names = table[axis] if axis is not None else None
             names = (names,) if isinstance(names, str) else tuple(names or ())
+            missing = [name for name in names if name not in self.mesh.shape]
+            if missing:
+                raise ValueError(
+                    f"{path}: axis {axis!r} is ruled onto {missing[0]!r}, no axis of {dict(self.mesh.shape)}"
+                )
             names = tuple(name for name in names if self.mesh.shape[name] > 1)
             if used & set(names):
                 raise ValueError(f"{path}: mesh axis {sorted(used & set(names))[0]!r} is used twice by axes {axes}")
