@@ -36,7 +36,7 @@ class Steps:
     generate: Callable[..., Rollout]  # (decode params, requests, stops)
     score: Callable[..., Any]  # (params, tokens, segment_ids, temperature)
     kl_sums: Callable[..., jax.Array]  # (logprobs, ref_logprobs, mask) -> [N], for a KL in the reward
-    advantages: Callable[..., jax.Array]  # (returns, valid=...)
+    advantages: Callable[..., jax.Array] | None  # (returns, valid=...)
     minibatch: Callable[..., PolicyBatch]  # (rollout, temperature, advantages, valid, old, ref, rows)
     sft_batch: Callable[..., SFTBatch]  # (tokens, segment_ids, mask)
     update: Callable[..., Any]  # (state, frozen, batch)

@@ -1,6 +1,6 @@
 """A tiny model, dataset, rewards and options for tests of whole runs; as a script, a run that is killed on the way.
 
-    python tests/tiny_run.py CONFIG.toml while-saving STEP | before-first-commit | sigterm STEP
+    python tests/tiny_run.py CONFIG.toml while-saving STEP | before-first-commit 0 | sigterm CALL
 
 The script has the session's 8 devices, so that its run can be resumed in the session, bit for bit.
 """
@@ -171,7 +171,7 @@ def _kill_while_saving(checkpoints, step):
     def watch():
         while not list(checkpoints.glob(f"{step}*")):
             time.sleep(0.001)
-        time.sleep(random.uniform(0.0, 0.1))
+        time.sleep(random.uniform(0.0, 0.05))
         _kill()
 
     threading.Thread(target=watch, daemon=True).start()
@@ -186,22 +186,23 @@ def _kill_at_first_commit():
     ocp.JsonCheckpointHandler.async_save = killed  # the state's directory is there by then
 
 
-def main(config, how, step=0):
+def main(config, how, number):
+    """The run of a config; `number` is a step, or a call of `digits`."""
     import jax
 
     jax.config.update("jax_num_cpu_devices", 8)
     from jaxrl_lm import cli
-    from jaxrl_lm.options import from_dict, read_toml
     from jaxrl_lm.config import GRPOConfig
+    from jaxrl_lm.options import from_dict, read_toml
 
     directory = Path(from_dict(GRPOConfig, read_toml(config), where=config).output_dir)
     if how == "while-saving":
-        _kill_while_saving(directory / "checkpoints", step)
+        _kill_while_saving(directory / "checkpoints", number)
     elif how == "before-first-commit":
         _kill_at_first_commit()
     else:
-        seen = []
-        CALLS.append(lambda **_: seen.append(0) or (len(seen) == step and os.kill(os.getpid(), signal.SIGTERM)))
+        calls = []
+        CALLS.append(lambda **_: calls.append(0) or (len(calls) == number and os.kill(os.getpid(), signal.SIGTERM)))
     cli.main(["grpo", "--config", config])
 
 
