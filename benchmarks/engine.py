@@ -1,9 +1,10 @@
-"""Generation and update against transformers with torch, as ratios within one run.
+"""Generation and the gradient against transformers with torch, as ratios within one run.
 
     python benchmarks/engine.py [--rows 8 32] [--new 64] [--repeats 3]
 
 A SmolLM2-135M-shaped model with random weights, float32, on this machine's CPU; prompts of 40 tokens. The peers take
-turns, and the medians are compared. Both record log-probs while they sample. docs/benchmarks.md says what it printed.
+turns, and the medians are compared. Ours records the log-probs
+of what it samples, transformers keeps the scores from which they are computed. docs/benchmarks.md holds the output.
 """
 
 import argparse
@@ -70,7 +71,7 @@ def interleaved(calls: dict, repeats: int) -> dict[str, float]:
 def bench_generate(theirs, model, params, rows: int, new: int, repeats: int) -> None:
     tokens = np.random.default_rng(0).integers(100, 49000, (rows, PROMPT)).astype(np.int32)
     # No token ends a row here: every row makes `new` tokens on both sides.
-    sampling = SamplingConfig(max_new_tokens=new, eos_token_ids=(49151,), pad_token_id=0)
+    sampling = SamplingConfig(max_new_tokens=new, eos_token_ids=(), pad_token_id=0)
     run = jax.jit(functools.partial(generate, model=model, sampling=sampling))
     decode_params = jax.jit(functools.partial(prepare_decode, model=model))(params)
     requests = Requests(

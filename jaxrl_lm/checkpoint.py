@@ -198,7 +198,8 @@ def _facts(leaves: list[tuple[Any, Any]]) -> dict[str, str]:
 
 
 def rewind(run_directory: str | Path, step: int) -> None:
-    """Removes from a run directory what was logged after `step`: rows of metrics.jsonl, a torn last line, completions/.
+    """Removes from a run directory what was logged after `step`: rows of metrics.jsonl, a torn last line, files of
+    completions/ and eval/.
 
     Call it before the file is opened for appending. Raises ValueError naming a line that is no row of metrics.
     """
@@ -213,8 +214,8 @@ def rewind(run_directory: str | Path, step: int) -> None:
             file.flush()
             os.fsync(file.fileno())
         os.replace(temporary, metrics)
-    for path in (run_directory / "completions").glob("step_*"):
-        match = re.match(r"step_(\d+)\.parquet", path.name)
+    for path in (*run_directory.glob("completions/step_*"), *run_directory.glob("eval/*/step_*")):
+        match = re.match(r"step_(\d+)\.(?:parquet|jsonl)", path.name)
         if match and int(match[1]) > step:
             path.unlink()
 

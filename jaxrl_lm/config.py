@@ -40,18 +40,24 @@ class MachineOptions:
 
     mesh: dict[str, int] = dataclasses.field(default_factory=lambda: {"fsdp": -1})
     """Mesh axes (data, fsdp, tensor) and their sizes; one may be -1."""
-    dtype: str | None = None
+    dtype: Literal["float32", "bfloat16", "float16"] | None = None
     """Of the computation; None: bfloat16 on accelerators, float32 on CPU."""
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
-class PromptOptions:
-    """How rows become prompts."""
+class TemplateOptions:
+    """What is put around a prompt."""
 
     prompt_template: str | None = None
     """String with {prompt} for models without a chat template, or a shipped one by name (think)."""
     system_prompt: str | None = None
     """Put before chat prompts that bring no system message."""
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class PromptOptions(TemplateOptions):
+    """How rows become prompts."""
+
     max_prompt_length: int = 512
     """Prompt tokens at most; see long_prompts."""
     long_prompts: Literal["drop", "keep_start", "keep_end", "error"] = "drop"
@@ -93,7 +99,7 @@ class OptimizerOptions:
     adam_b1: float = 0.9
     adam_b2: float = 0.95
     adam_eps: float = 1e-8
-    param_dtype: str = "float32"
+    param_dtype: Literal["float32", "bfloat16"] = "float32"
     """Of the master weights."""
     remat: Literal["none", "full", "dots"] | None = None
     """What the backward pass recomputes; None: full on accelerators, none on CPU."""
@@ -130,10 +136,12 @@ class GRPOConfig(OptimizerOptions, SamplingOptions, PromptOptions, MachineOption
     # --- the algorithm -------------------------------------------------------------------------------------------
     preset: str | None = None
     """Named set of loss_agg_mode, scale_rewards, ratio and clipping; options given beside it win."""
-    loss_type: str = "dapo"
-    """TRL's names for the reduction: dapo, grpo, dr_grpo, bnpo."""
-    loss_agg_mode: str | None = None
-    """token-mean, seq-mean-token-mean, seq-mean-token-sum, seq-mean-token-sum-norm; None: that of loss_type."""
+    loss_type: str | None = None
+    """TRL's names for the reduction: dapo, grpo, dr_grpo, bnpo. None: that of the preset, or dapo."""
+    loss_agg_mode: (
+        Literal["token-mean", "seq-mean-token-mean", "seq-mean-token-sum", "seq-mean-token-sum-norm"] | None
+    ) = None
+    """None: that of loss_type or the preset."""
     scale_rewards: Literal["group", "batch", "none"] | None = None
     """What advantages are divided by; None: that of the preset, or group."""
     importance_sampling_level: Literal["token", "sequence"] | None = None
@@ -158,10 +166,10 @@ class GRPOConfig(OptimizerOptions, SamplingOptions, PromptOptions, MachineOption
     """Completions of one forward and backward pass; never changes a result. None: the minibatch."""
 
     # --- the run -------------------------------------------------------------------------------------------------
-    max_steps: int = 100
-    """Steps of sampling; 0: num_epochs decides."""
-    num_epochs: float = 0.0
-    """Passes over the dataset when max_steps is 0."""
+    max_steps: int | None = None
+    """Steps of sampling; None: num_epochs decides, or 100."""
+    num_epochs: float | None = None
+    """Passes over the dataset, instead of max_steps."""
     eval_steps: int = 20
     """Evaluate every so many steps, at the start and at the end; 0: never."""
     eval_limit: int = 256
@@ -184,7 +192,7 @@ class GRPOConfig(OptimizerOptions, SamplingOptions, PromptOptions, MachineOption
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
-class SFTConfig(OptimizerOptions, PromptOptions, MachineOptions):
+class SFTConfig(OptimizerOptions, TemplateOptions, MachineOptions):
     """Options of supervised steps on prompt-completion rows."""
 
     model: str
@@ -259,7 +267,7 @@ class ExportConfig:
     """Step whose checkpoint is exported; None: the last."""
     best: bool = False
     """Export the best checkpoint by the run's best_metric instead."""
-    dtype: str | None = None
+    dtype: Literal["float32", "bfloat16", "float16"] | None = None
     """Of the weights written; None: that of the master weights."""
     overwrite: bool = False
     """Replace a directory that is there."""

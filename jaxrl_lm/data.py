@@ -59,7 +59,7 @@ def load_function(spec: str, *, option: str) -> Callable[..., Any]:
     """The function that "package.module:function" or "path/file.py:function" names.
 
     `option` is what error messages call the place the spec came from. Raises ImportError or FileNotFoundError for the
-    module, AttributeError for the function (with the nearest name), TypeError where it is not callable.
+    module, ValueError for the function (with the nearest name) and where it is not callable.
     """
     place, _, attribute = spec.rpartition(":")
     if place.endswith(".py"):
@@ -78,10 +78,10 @@ def load_function(spec: str, *, option: str) -> Callable[..., Any]:
     if not hasattr(module, attribute):
         near = difflib.get_close_matches(attribute, dir(module), n=1)
         hint = f"; did you mean {near[0]!r}?" if near else ""
-        raise AttributeError(f"{option}: {spec!r}: {place} has no {attribute!r}{hint}")
+        raise ValueError(f"{option}: {spec!r}: {place} has no {attribute!r}{hint}")
     function = getattr(module, attribute)
     if not callable(function):
-        raise TypeError(f"{option}: {spec!r} is of type {type(function).__name__}, not a function")
+        raise ValueError(f"{option}: {spec!r} is of type {type(function).__name__}, not a function")
     return function
 
 

@@ -34,6 +34,14 @@ def reward_table(functions: Sequence[RewardFunction], sampled: Sampled, group_si
     )
 
 
+def judge(values: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
+    """Whether each row is right, and whether it could be judged: by its first function that did not abstain."""
+    judged = ~np.isnan(values).all(axis=1)
+    first = np.argmax(~np.isnan(values), axis=1)
+    chosen = np.take_along_axis(values, first[:, None], axis=1)[:, 0]
+    return np.where(judged, chosen, 0.0) >= CORRECT, judged
+
+
 def _sample_calls(sampler: Sampler, decode_params, key, prompts: EncodedPrompts, calls: int, *, limit: int, options):
     """Yields (indices, call, Sampled) over the first `limit` prompts, each prompt in every one of `calls` calls."""
     chosen = range(min(limit, len(prompts.ids)))
@@ -57,11 +65,13 @@ def evaluate(
     limit: int,
     policy_step: int,
     name: str,
+    purpose: int = EVAL,
 ) -> Evaluation:
     """Greedy accuracy, pass@k and lengths on the first `limit` prompts of a set.
 
     Each prompt gets one greedy completion and at least `samples` sampled ones. A completion is right where the first
-    reward function gives at least 0.5. pass@k = 1 − C(n−c, k)/C(n, k), averaged over prompts; pass@1 is the mean over
+    reward function that does not abstain on it gives at least 0.5; where all abstain it counts for nothing.
+    pass@k = 1 − C(n−c, k)/C(n, k), averaged over prompts; pass@1 is the mean over
     samples and stands beside the greedy accuracy. Keys do not depend on the training step, so that two evaluations of
     the same weights are equal. `entropy` is the mean of −log-prob over sampled tokens, at the sampling temperature.
     """
@@ -72,7 +82,7 @@ def evaluate(
     def options(call: int) -> dict[str, Any]:
         greedy = (np.arange(rows) % group == 0) & (call == 0)
         heat = np.where(greedy, 0.0, temperature).astype(np.float32)
-        return {"purpose": EVAL, "temperature": heat, "policy_step": policy_step}
+        return {"purpose": purpose, "temperature": heat, "policy_step": policy_step}
 
     records: dict[int, dict[str, Any]] = {}
     tables, lengths, cut, logprobs, tokens = [], [], [], 0.0, 0
@@ -80,7 +90,7 @@ def evaluate(
         sampler, decode_params, key, prompts, calls, limit=limit, options=options
     ):
         values = reward_table(functions, sampled, group)
-        right = np.nan_to_num(values[:, 0], nan=0.0) >= CORRECT
+        right, judged = judge(values)
         is_greedy = (np.arange(sampled.count) % group == 0) & (call == 0)
         tables.append(values[~is_greedy])
         size = np.array([len(ids) for ids in sampled.completion_ids])
@@ -92,21 +102,23 @@ def evaluate(
             mine = slice(place * group, (place + 1) * group)
             record = records.setdefault(index, {"prompt": prompts.texts[index], "samples": 0, "correct": 0})
             if call == 0:
-                record |= {"greedy": bool(right[mine][0]), "greedy_completion": sampled.texts[mine][0]}
-            record["samples"] += int((~is_greedy[mine]).sum())
+                greedy = bool(right[mine][0]) if judged[mine][0] else None
+                record |= {"greedy": greedy, "greedy_completion": sampled.texts[mine][0]}
+            record["samples"] += int((judged & ~is_greedy)[mine].sum())
             record["correct"] += int((right & ~is_greedy)[mine].sum())
-    metrics = {"greedy_accuracy": float(np.mean([record["greedy"] for record in records.values()]))}
+    greedy = [record["greedy"] for record in records.values() if record["greedy"] is not None]
+    metrics = {"greedy_accuracy": float(np.mean(greedy)) if greedy else float("nan")}
     metrics |= _pass_metrics(list(records.values()), tokens=tokens, logprobs=logprobs, lengths=lengths, cut=cut)
     table = np.concatenate(tables)
     for column, function in enumerate(functions):
-        metrics[f"rewards/{function.name}/mean"] = float(np.nanmean(table[:, column])) if len(table) else float("nan")
+        given = table[~np.isnan(table[:, column]), column]
+        metrics[f"rewards/{function.name}/mean"] = float(given.mean()) if len(given) else float("nan")
     return Evaluation({f"eval/{name}/{key}": value for key, value in metrics.items()}, list(records.values()))
 
 
 def _pass_metrics(records, *, tokens: int, logprobs: float, lengths, cut) -> dict[str, float]:
-    samples = min(record["samples"] for record in records)
-    if not samples:
-        return {}
+    records = [record for record in records if record["samples"]]
+    samples = min((record["samples"] for record in records), default=0)
     powers = [2**exponent for exponent in range(samples.bit_length()) if 2**exponent <= samples]
     at = lambda k: np.mean([pass_at_k(record["samples"], record["correct"], k) for record in records])
     return {
@@ -134,10 +146,14 @@ def probe(
     """
     group = sampler.group_size
     options = lambda _: {"purpose": PROBE, "temperature": temperature, "policy_step": 0}
-    correct = []
+    correct, asked = [], 0
     for indices, _, sampled in _sample_calls(sampler, decode_params, key, prompts, 1, limit=limit, options=options):
-        right = np.nan_to_num(reward_table(functions, sampled, group)[:, 0], nan=0.0) >= CORRECT
-        correct.extend(right.reshape(len(indices), group).sum(1).tolist())
+        right, judged = (x.reshape(len(indices), group) for x in judge(reward_table(functions, sampled, group)))
+        whole = judged.all(1)
+        correct.extend(right[whole].sum(1).tolist())
+        asked += len(indices)
+    if not correct:
+        raise ValueError(f"probe: every reward function abstained on all of {asked} prompts")
     solved = np.asarray(correct)
     rate = float(solved.mean() / group)
     return {
@@ -163,6 +179,6 @@ def probe_message(found: dict[str, Any]) -> str:
     if found["same_outcome"] > 0.5:
         text += (
             "\nWARNING: more than half of the groups have no advantage and teach nothing. Remedies: easier prompts (or "
-            "harder ones, if they are all right), a larger num_generations, a supervised start (jaxrl-lm sft)."
+            "harder ones, if they are all right), a larger num_generations, a supervised start on worked examples."
         )
     return text

@@ -43,7 +43,7 @@ def _prefill(params: Params, requests: Requests, model: Model, new: int) -> tupl
     hidden, cache = model.hidden(params, requests.tokens, places, requests.segment_ids, return_cache=True)
     spread = lambda x: jnp.repeat(x, rows // prompts, axis=0)
     room = lambda x, axis: jnp.pad(spread(x), [(0, new if a == axis else 0) for a in range(x.ndim)])
-    layers = tuple((room(k, 2), room(v, 2)) for k, v in cache.layers)
+    layers = tuple(tuple(model.constrain_kv(room(x, 2)) for x in kv) for kv in cache.layers)
     cache = Cache(layers, room(places, 1), room(requests.segment_ids, 1), jnp.asarray(columns, jnp.int32))
     return spread(hidden[:, -1]), cache
 

@@ -1,6 +1,8 @@
 """Generation, evaluation and export of a model or a run: what `jaxrl-lm generate|eval|export` do."""
 
+import dataclasses
 import json
+import sys
 import tomllib
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -9,14 +11,14 @@ import jax
 import optax
 
 from jaxrl_lm.checkpoint import Checkpoints
-from jaxrl_lm.config import EvalConfig, ExportConfig, GenerateConfig, GRPOConfig
+from jaxrl_lm.config import EvalConfig, ExportConfig, GenerateConfig, GRPOConfig, PromptOptions, SamplingOptions
 from jaxrl_lm.data import default_buckets, read_rows
-from jaxrl_lm.encode import EncodedPrompts, encode_prompts
+from jaxrl_lm.encode import EncodedPrompts
 from jaxrl_lm.evaluate import evaluate, probe, probe_message
 from jaxrl_lm.models import Model, save
 from jaxrl_lm.optim import optimizer_of
 from jaxrl_lm.options import from_dict
-from jaxrl_lm.prepare import build_plan, load_model, make_sampler, make_sampling
+from jaxrl_lm.prepare import build_plan, drop_notes, encode_with, load_model, make_sampler, make_sampling
 from jaxrl_lm.rewards import resolve_all
 from jaxrl_lm.rollout import EVAL, Sampler
 from jaxrl_lm.sharding import Plan
@@ -98,22 +100,32 @@ def make_inference(
     )
 
 
-def encode_for(
-    config: GenerateConfig | EvalConfig, tokenizer: Any, rows: list[dict[str, Any]], name: str
-) -> EncodedPrompts:
-    return encode_prompts(
-        rows,
-        tokenizer,
-        max_prompt_length=config.max_prompt_length,
-        long_prompts=config.long_prompts,
-        prompt_template=config.prompt_template,
-        system_prompt=config.system_prompt,
-        name=name,
-    )
+def with_run_options(config: Any) -> Any:
+    """The config, with the options of the run that its model names for those that were left at their defaults.
+
+    A run is sampled as it was trained: template, stop strings, temperature, lengths.
+    """
+    if not is_run(config.model):
+        return config
+    run, defaults, taken = run_config(config.model), type(config)(model=config.model), {}
+    for base in (PromptOptions, SamplingOptions):
+        for field in dataclasses.fields(base):
+            name = field.name
+            if name not in ("prompts_per_step", "num_generations", "prompt_buckets") and getattr(
+                config, name
+            ) == getattr(defaults, name):
+                taken[name] = getattr(run, name)
+    return dataclasses.replace(config, **taken)
+
+
+def say(notes: list[str]) -> None:
+    for note in notes:
+        print(note, file=sys.stderr)
 
 
 def run_generate(config: GenerateConfig) -> list[dict[str, Any]]:
     """Rows with `prompt`, `completions` and `logprobs` (of each completion, a sum); written to `output` if given."""
+    config = with_run_options(config)
     if bool(config.prompt) == bool(config.dataset):
         raise ValueError("generate: give either prompt or dataset")
     plan = build_plan(config.mesh)
@@ -123,7 +135,8 @@ def run_generate(config: GenerateConfig) -> list[dict[str, Any]]:
     else:
         chat = loaded.tokenizer.chat_template is not None and config.prompt_template is None
         rows = [{"prompt": [{"role": "user", "content": text}] if chat else text} for text in config.prompt]
-    prompts = encode_for(config, loaded.tokenizer, rows, "dataset")
+    prompts = encode_with(config, loaded.tokenizer, rows, "dataset")
+    say(drop_notes({"dataset": prompts}, config.max_prompt_length))
     sampler = make_inference(config, loaded, plan, [prompts])
     decode_params, key = sampler.steps.prepare_decode(loaded.params), _key(config.seed, plan)
     out = []
@@ -146,6 +159,7 @@ def run_generate(config: GenerateConfig) -> list[dict[str, Any]]:
 
 def run_eval(config: EvalConfig) -> dict[str, float]:
     """Metrics of every evaluation set, as in training; with `probe` what a training run would find in these prompts."""
+    config = with_run_options(config)
     if not config.eval_dataset:
         raise ValueError("eval_dataset: no set is given (--eval_dataset.NAME SOURCE)")
     if not config.eval_reward_functions:
@@ -154,16 +168,17 @@ def run_eval(config: EvalConfig) -> dict[str, float]:
     plan = build_plan(config.mesh)
     loaded = load_any(config.model, plan, dtype=config.dtype)
     sets = {
-        name: encode_for(config, loaded.tokenizer, read_rows(source, name=name), f"eval_dataset {name!r}")
+        name: encode_with(config, loaded.tokenizer, read_rows(source, name=name), f"eval_dataset {name!r}")
         for name, source in config.eval_dataset.items()
     }
+    say(drop_notes(sets, config.max_prompt_length))
     sampler = make_inference(config, loaded, plan, list(sets.values()))
     decode_params, key = sampler.steps.prepare_decode(loaded.params), _key(config.seed, plan)
     output = Path(config.output) if config.output else None
     if output:
         output.mkdir(parents=True, exist_ok=True)
     metrics: dict[str, float] = {}
-    for name, prompts in sets.items():
+    for number, (name, prompts) in enumerate(sets.items()):
         if config.probe:
             found = probe(
                 sampler, decode_params, key, prompts, functions, temperature=config.temperature, limit=config.eval_limit
@@ -182,6 +197,7 @@ def run_eval(config: EvalConfig) -> dict[str, float]:
             limit=config.eval_limit,
             policy_step=0,
             name=name,
+            purpose=EVAL + number,
         )
         metrics |= found.metrics
         if output:

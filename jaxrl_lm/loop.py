@@ -26,8 +26,8 @@ from jaxrl_lm.models import Model
 from jaxrl_lm.options import check_resume, from_dict, to_toml
 from jaxrl_lm.prepare import Setup, copy_params, prepare, updates_per_step
 from jaxrl_lm.report import Reporter
-from jaxrl_lm.rewards import combine, reward_metrics
-from jaxrl_lm.rollout import TRAIN, Sampled
+from jaxrl_lm.rewards import RewardError, combine, reward_metrics
+from jaxrl_lm.rollout import EVAL, TRAIN, Sampled
 from jaxrl_lm.types import Frozen, TrainState
 from jaxrl_lm.update import Objective
 
@@ -87,27 +87,40 @@ def train(
             report.message(note)
         if done == 0:
             _before_first_step(setup, state, report)
-        step, values = done, {}
+        step, save_time = done, 0.0
         for step in range(done + 1, setup.total_steps + 1):
-            state, values, table = _step(setup, state, frozen, step)
+            try:
+                state, values, table = _step(setup, state, frozen, step)
+            except RewardError:
+                _save(setup, checkpoints, step - 1, state, tokens, {})  # nothing of the steps before is lost
+                checkpoints.wait()
+                raise
             tokens += values.pop("tokens")
-            values["num_tokens"] = tokens
-            last = step == setup.total_steps or bool(stop)
-            if config.eval_steps and setup.eval_sets and (step % config.eval_steps == 0 or step == setup.total_steps):
+            values |= {"num_tokens": tokens, "time/checkpoint": save_time}
+            last = step == setup.total_steps
+            evaluates = config.eval_steps and setup.eval_sets and (step % config.eval_steps == 0 or last)
+            if evaluates:
                 values |= _evaluate(setup, state, step)
             if config.completions_steps and (step % config.completions_steps == 0 or last):
                 report.completions(step, table())
             report.log(step, values)
             history.append({"step": step, **values})
-            if last or (config.save_steps and step % config.save_steps == 0):
-                host = {"step": step, "tokens": tokens, "config": to_toml(config)}
-                checkpoints.save(step, state, host, metrics=values)
-            if stop:
+            stopping = last or bool(stop)  # read once: what is decided here is what is said below
+            save_time = time.perf_counter()
+            if stopping or (config.save_steps and step % config.save_steps == 0) or config.best_metric in values:
+                _save(setup, checkpoints, step, state, tokens, values)
+            save_time = time.perf_counter() - save_time
+            if stopping:
                 break
         checkpoints.wait()
-        if stop and step < setup.total_steps:
+        if step < setup.total_steps:
             report.message(f"{stop[0]}: saved step {step}; the same command goes on from there")
     return Run(setup.directory, setup.model, setup.tokenizer, state, step, history, stop[0] if stop else None)
+
+
+def _save(setup: Setup, checkpoints: Checkpoints, step: int, state: TrainState, tokens: int, values) -> None:
+    host = {"step": step, "tokens": tokens, "config": to_toml(setup.config), "data": setup.fingerprint}
+    checkpoints.save(step, state, host, metrics=values)
 
 
 @contextlib.contextmanager
@@ -127,22 +140,32 @@ def _on_signal(number: signal.Signals) -> Iterator[list[str]]:
 
 def _start(setup: Setup, checkpoints: Checkpoints) -> tuple[Setup, TrainState, Frozen, int, int, list[str]]:
     """The state to go on from: that of the latest checkpoint, or a fresh one. Files are rewound to it."""
-    config, notes = setup.config, []
-    frozen = Frozen(reference=copy_params(setup.params) if config.beta else None)
+    config, notes, reference = setup.config, [], None
     latest = checkpoints.latest()
     if latest is None:
+        reference = copy_params(setup.params) if config.beta else None
         key = jax.device_put(jax.random.key(config.seed), setup.steps.plan.replicated)
         state, host = setup.steps.init(setup.params, key), {"step": 0, "tokens": 0}
     else:
-        earlier = from_dict(GRPOConfig, tomllib.loads(checkpoints.restore_host()["config"]), where="checkpoint")
+        if config.beta:
+            reference = setup.params
+        else:
+            jax.tree.map(lambda leaf: leaf.delete(), setup.params)  # the restored state takes their place
+        host = checkpoints.restore_host()
+        earlier = from_dict(GRPOConfig, tomllib.loads(host["config"]), where="checkpoint")
         for name, (old, new) in check_resume(earlier, config).items():
             notes.append(f"resumed with {name}: {old!r} -> {new!r}")
+        if host["data"] != setup.fingerprint:
+            raise ValueError(
+                f"{setup.directory}: the training prompts are not those that this run was started with (dataset, template "
+                "or tokenizer changed): restore them, or give another output_dir to start a new run"
+            )
         state, host = checkpoints.restore(setup.steps.abstract_state)
         notes.append(f"resumed from step {host['step']}")
     setup.directory.mkdir(parents=True, exist_ok=True)
     rewind(setup.directory, host["step"] if latest is not None else -1)
     (setup.directory / "config.toml").write_text(to_toml(config))
-    return setup._replace(params=None), state, frozen, host["step"], host["tokens"], notes
+    return setup._replace(params=None), state, Frozen(reference=reference), host["step"], host["tokens"], notes
 
 
 def _before_first_step(setup: Setup, state: TrainState, report: Reporter) -> None:
@@ -154,21 +177,26 @@ def _before_first_step(setup: Setup, state: TrainState, report: Reporter) -> Non
             setup.steps.prepare_decode(state.params["policy"]),
             state.key,
             setup.prompts,
-            setup.eval_rewards,
+            setup.rewards,
             temperature=config.temperature,
             limit=config.probe_prompts,
         )
         (setup.directory / "probe.json").write_text(json.dumps(found, indent=2) + "\n")
         report.message(probe_message(found))
     if config.eval_steps and setup.eval_sets:
-        report.log(0, _evaluate(setup, state, 0))
+        values = _evaluate(setup, state, 0)
+        if config.best_metric is not None and config.best_metric not in values:
+            raise ValueError(
+                f"best_metric={config.best_metric!r} is no metric of the evaluation; there are {', '.join(values)}"
+            )
+        report.log(0, values)
 
 
 def _evaluate(setup: Setup, state: TrainState, step: int) -> dict[str, float]:
     """Metrics of every evaluation set; what each prompt got goes to eval/<set>/step_<n>.jsonl."""
     config, values = setup.config, {}
     decode_params = setup.steps.prepare_decode(state.params["policy"])
-    for name, prompts in setup.eval_sets.items():
+    for number, (name, prompts) in enumerate(setup.eval_sets.items()):
         found = evaluate(
             setup.sampler,
             decode_params,
@@ -180,6 +208,7 @@ def _evaluate(setup: Setup, state: TrainState, step: int) -> dict[str, float]:
             limit=config.eval_limit,
             policy_step=int(state.step),
             name=name,
+            purpose=EVAL + number,
         )
         path = setup.directory / "eval" / name / f"step_{step:06d}.jsonl"
         path.parent.mkdir(parents=True, exist_ok=True)
@@ -266,14 +295,17 @@ def _score(setup: Setup, state: TrainState, frozen: Frozen, sampled: Sampled):
     """Old log-probs where several updates need them, the reference's where there is one, and a KL a row."""
     config, rollout = setup.config, sampled.rollout
     start = rollout.tokens.shape[1] - config.max_completion_length
+    in_reward = frozen.reference is not None and config.kl_in == "reward"
     score = lambda params: (
         setup.steps.score(params, rollout.tokens, rollout.segment_ids, sampled.temperature, start).logprobs
     )
-    old = score(state.params["policy"]) if updates_per_step(config) > 1 else None
+    # A KL compares two scorers: the sampler's rounding must not look like a distance.
+    current = score(state.params["policy"]) if updates_per_step(config) > 1 or in_reward else None
     ref = score(frozen.reference) if frozen.reference is not None else None
     kl = None
-    if ref is not None and config.kl_in == "reward":
-        kl = np.asarray(setup.steps.kl_sums(rollout.logprobs, ref, rollout.action_mask), np.float64)
+    if in_reward:
+        kl = np.asarray(setup.steps.kl_sums(current, ref, rollout.action_mask), np.float64)
+    old = current if updates_per_step(config) > 1 else None
     return old, ref if config.kl_in == "loss" else None, kl
 
 
@@ -291,7 +323,7 @@ def _learn(setup: Setup, state, frozen, sampled, advantages, valid, old, ref, st
             if float(found["nonfinite"].value):
                 path = _keep_batch(setup.directory, step, batch)
                 raise NonFiniteError(
-                    f"step {step}: the loss or its gradient is not finite; the weights are as before, the batch in {path}. "
+                    f"step {step}, update {updates + 1}: the loss or its gradient is not finite; the batch is in {path}. "
                     "Lower learning_rate or max_grad_norm, or look for the rows at fault"
                 )
             merged = found if merged is None else metric.merge(merged, found)
@@ -317,14 +349,16 @@ def _reward_metrics(setup: Setup, sampled: Sampled, values, returns, valid) -> d
     sources = [row.get("data_source") for row in sampled.rows]
     groups = [returns[g : g + group][valid[g : g + group]] for g in range(0, len(returns), group)]
     # Equality decides about zero spread: the rounding of a mean would leave a tiny std.
-    spread = np.array([one.std(ddof=1) if len(one) > 1 and np.ptp(one) > 0 else 0.0 for one in groups])
+    spread = np.array([one.std(ddof=1) if np.ptp(one) > 0 else 0.0 for one in groups if len(one) > 1])
+    # Of what was asked for, not of the scaled returns, whose mean is 0 under normalize_then_sum.
+    plain = np.nansum(values * [function.weight for function in setup.rewards], axis=1)
     sizes = np.array([len(ids) for ids in sampled.completion_ids])
     ended = sizes[~sampled.truncated]
     return {
         **reward_metrics(setup.rewards, values, returns, sources if any(sources) else None, setup.config.true_reward),
-        "reward": float(returns[valid].mean()) if valid.any() else float("nan"),
-        "reward_std": float(spread.mean()),
-        "frac_reward_zero_std": float((spread == 0).mean()),
+        "reward": float(plain[valid].mean()) if valid.any() else float("nan"),
+        "reward_std": float(spread.mean()) if len(spread) else float("nan"),
+        "frac_reward_zero_std": float((spread == 0).mean()) if len(spread) else float("nan"),
         "frac_reward_abstained": float((~valid).mean()),
         "completions/mean_length": float(sizes.mean()),
         "completions/min_length": float(sizes.min()),

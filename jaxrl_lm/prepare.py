@@ -5,6 +5,7 @@
 
 import dataclasses
 import functools
+import hashlib
 from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -13,12 +14,22 @@ import jax
 import jax.numpy as jnp
 
 from jaxrl_lm import algos
-from jaxrl_lm.config import GRPOConfig, SamplingConfig
+from jaxrl_lm.checks import (
+    check,
+    check_held_out,
+    check_own,
+    check_rewards,
+    check_routes,
+    resolve_algorithm,
+    updates_per_step,
+)
+from jaxrl_lm.config import GRPOConfig, PromptOptions, SamplingConfig
 from jaxrl_lm.data import default_buckets, read_rows
 from jaxrl_lm.encode import EncodedPrompts, encode_prompts
 from jaxrl_lm.models import Model, eos_token_ids, generation_config, load
 from jaxrl_lm.objectives import PolicyObjective
 from jaxrl_lm.optim import optimizer_of
+from jaxrl_lm.options import from_dict
 from jaxrl_lm.rewards import RewardFunction, resolve_all
 from jaxrl_lm.rollout import Sampler
 from jaxrl_lm.sharding import Plan, make_mesh
@@ -45,76 +56,14 @@ class Setup(NamedTuple):
     rewards: tuple[RewardFunction, ...]
     eval_rewards: tuple[RewardFunction, ...]
     total_steps: int
+    fingerprint: str  # of the training prompts: a resumed run must see the same
     notes: list[str]  # what the run should say at its start
 
 
-def resolve_algorithm(config: GRPOConfig) -> algos.Preset:
-    """The preset, or loss_type's reduction, with the options given beside it. Raises ValueError for unknown names."""
-    if config.preset is not None and config.preset not in algos.PRESETS:
-        raise ValueError(f"preset={config.preset!r} is unknown: use {', '.join(algos.PRESETS)}")
-    if config.loss_type not in algos.LOSS_TYPES:
-        raise ValueError(f"loss_type={config.loss_type!r} is unknown: use {', '.join(algos.LOSS_TYPES)}")
-    base = (
-        algos.PRESETS[config.preset]
-        if config.preset
-        else algos.Preset(loss_agg_mode=algos.LOSS_TYPES[config.loss_type])
-    )
-    if config.epsilon is not None and config.preset is None:
-        base = dataclasses.replace(base, epsilon_high=config.epsilon)
-    names = ("scale_rewards", "importance_sampling_level", "epsilon", "epsilon_high", "loss_agg_mode")
-    given = {name: getattr(config, name) for name in names if getattr(config, name) is not None}
-    return dataclasses.replace(base, **given)
-
-
-def updates_per_step(config: GRPOConfig) -> int:
-    """Optimiser steps for each step of sampling."""
-    completions = config.prompts_per_step * config.num_generations
-    return config.num_iterations * (completions // (config.minibatch_completions or completions))
-
-
-def check(config: GRPOConfig, devices: int) -> None:
-    """Raises ValueError, naming the options, where sizes do not divide or options contradict each other."""
-    if config.num_generations < 2:
-        raise ValueError(
-            f"num_generations={config.num_generations}: GRPO compares completions of one prompt: use 2 or more"
-        )
-    completions = config.prompts_per_step * config.num_generations
-    minibatch = config.minibatch_completions or completions
-    microbatch = config.microbatch_completions or minibatch
-    if completions % minibatch:
-        raise ValueError(
-            f"minibatch_completions={minibatch} does not divide the step's completions, prompts_per_step × "
-            f"num_generations = {completions}"
-        )
-    if minibatch % config.num_generations:
-        raise ValueError(
-            f"minibatch_completions={minibatch} is not a multiple of num_generations={config.num_generations}"
-        )
-    if minibatch % microbatch:
-        raise ValueError(f"microbatch_completions={microbatch} does not divide minibatch_completions={minibatch}")
-    for name, size in (("prompts_per_step", config.prompts_per_step), ("microbatch_completions", microbatch)):
-        if size % devices:
-            raise ValueError(
-                f"{name}={size} is not divisible by the {devices} devices of the mesh's data and fsdp axes"
-            )
-    if config.beta and config.kl_in == "loss" and config.kl_estimator == "k1":
-        raise ValueError(
-            "kl_estimator='k1' as a loss has an expected gradient of 0 and regularises nothing: use k3 or k2, or "
-            "kl_in='reward'"
-        )
-    if not config.reward:
-        raise ValueError("reward: no reward function is given")
-    if config.reward_weights and len(config.reward_weights) != len(config.reward):
-        raise ValueError(
-            f"reward_weights has {len(config.reward_weights)} values for {len(config.reward)} reward functions"
-        )
-    if config.max_steps < 1 and config.num_epochs <= 0:
-        raise ValueError("max_steps=0 and num_epochs=0: one of them must say how long to train")
-
-
-def _encode(config: GRPOConfig, tokenizer, source: Any, name: str) -> EncodedPrompts:
+def encode_with(config: PromptOptions, tokenizer: Any, rows: list[dict[str, Any]], name: str) -> EncodedPrompts:
+    """The rows' prompts, encoded as a config's options say."""
     return encode_prompts(
-        read_rows(source, name=name),
+        rows,
         tokenizer,
         max_prompt_length=config.max_prompt_length,
         long_prompts=config.long_prompts,
@@ -124,16 +73,31 @@ def _encode(config: GRPOConfig, tokenizer, source: Any, name: str) -> EncodedPro
     )
 
 
-def check_held_out(prompts: EncodedPrompts, eval_sets: dict[str, EncodedPrompts]) -> None:
-    """Raises ValueError where a prompt of an evaluation set is also trained on."""
-    trained = {tuple(ids) for ids in prompts.ids}
-    for name, held in eval_sets.items():
-        shared = [row for row, ids in enumerate(held.ids) if tuple(ids) in trained]
-        if shared:
-            raise ValueError(
-                f"eval_dataset {name!r}: {len(shared)} of its {len(held.ids)} prompts are in the training set too (the "
-                f"first is row {shared[0]}); an evaluation must not see what is trained: take them out of one of the two"
-            )
+def drop_notes(sets: dict[str, EncodedPrompts], limit: int) -> list[str]:
+    """What to say of prompts that were longer than the limit."""
+    return [
+        f"{name}: {encoded.dropped} prompts dropped and {encoded.cut} cut, longer than max_prompt_length={limit}"
+        for name, encoded in sets.items()
+        if encoded.dropped or encoded.cut
+    ]
+
+
+def fingerprint(prompts: EncodedPrompts) -> str:
+    """A hash of the encoded prompts and their rows, in order."""
+    digest = hashlib.blake2b(digest_size=16)
+    for ids, row in zip(prompts.ids, prompts.rows, strict=True):
+        digest.update(repr((ids, sorted(row.items()))).encode())
+    return digest.hexdigest()
+
+
+def vocabulary_notes(model: Model, tokenizer: Any) -> list[str]:
+    """What to say of embedding rows that no token has."""
+    spare = model.config.vocab_size - (max(tokenizer.get_vocab().values()) + 1)
+    return (
+        [f"{spare} rows of the embedding have no token (padding); one that is sampled decodes to nothing"]
+        if spare
+        else []
+    )
 
 
 def build_plan(mesh: dict[str, int]) -> Plan:
@@ -221,9 +185,15 @@ def compile_run(
         mask_truncated=config.mask_truncated_completions,
         microbatches=minibatch // (config.microbatch_completions or minibatch),
         score_chunk=config.score_chunk,
+        score_rows_at_once=config.microbatch_completions or minibatch,
         kl_estimator=config.kl_estimator or "k1",
     )
     return steps, schedule
+
+
+def _names(given: tuple[str, ...], rewards: Sequence[RewardFunction]) -> tuple[str, ...]:
+    """The reward option that a run is resumed by: as given, or the names of functions that the caller passed."""
+    return given if len(given) == len(rewards) else tuple(function.name for function in rewards)
 
 
 def prepare(
@@ -235,24 +205,27 @@ def prepare(
     objective: Objective | None = None,
 ) -> Setup:
     """Everything of a run before its first step. Raises ValueError, naming option, file or row, for what does not fit."""
+    # Values that Python code gave get the same check as those of files and command lines.
+    config = from_dict(type(config), dataclasses.asdict(config), where="config")
     plan = build_plan(config.mesh)
-    specs = list(reward_functions) if reward_functions is not None else list(config.reward)
-    if reward_functions is not None:
-        config = dataclasses.replace(config, reward=tuple(getattr(f, "__name__", str(f)) for f in specs))
+    rewards = resolve_all(reward_functions if reward_functions is not None else config.reward, config.reward_weights)
+    eval_rewards = resolve_all(config.eval_reward_functions) if config.eval_reward_functions else rewards
+    config = dataclasses.replace(config, reward=_names(config.reward, rewards))
     check(config, plan.batch_ways)
-    resolve_algorithm(config)
-    rewards = resolve_all(specs, config.reward_weights)
-    if config.true_reward is not None and config.true_reward not in [function.name for function in rewards]:
-        raise ValueError(f"true_reward={config.true_reward!r} is none of the reward functions")
-    eval_rewards = resolve_all(list(config.eval_reward_functions)) if config.eval_reward_functions else rewards
+    check_own(config, advantages=advantages, objective=objective)
+    check_rewards(config, rewards)
+    rows = read_rows(dataset if dataset is not None else config.dataset, name="dataset")
+    check_routes(rewards, rows, "dataset")
+    eval_rows = {name: read_rows(source, name=f"eval_dataset {name!r}") for name, source in config.eval_dataset.items()}
+    for name, held in eval_rows.items():
+        check_routes(eval_rewards, held, f"eval_dataset {name!r}")
 
     model, params, tokenizer, generation = load_model(
         config.model, plan, dtype=config.dtype, param_dtype=config.param_dtype, remat=config.remat
     )
-    prompts = _encode(config, tokenizer, dataset if dataset is not None else config.dataset, "dataset")
+    prompts = encode_with(config, tokenizer, rows, "dataset")
     eval_sets = {
-        name: _encode(config, tokenizer, source, f"eval_dataset {name!r}")
-        for name, source in config.eval_dataset.items()
+        name: encode_with(config, tokenizer, held, f"eval_dataset {name!r}") for name, held in eval_rows.items()
     }
     check_held_out(prompts, eval_sets)
     lengths = [len(ids) for encoded in (prompts, *eval_sets.values()) for ids in encoded.ids]
@@ -263,7 +236,9 @@ def prepare(
         )
 
     sampling = make_sampling(config, tokenizer, generation)
-    total_steps = config.max_steps or max(1, round(config.num_epochs * len(prompts.ids) / config.prompts_per_step))
+    total_steps = config.max_steps or 100
+    if config.num_epochs is not None:
+        total_steps = max(1, round(config.num_epochs * len(prompts.ids) / config.prompts_per_step))
     steps, schedule = compile_run(
         config,
         model,
@@ -283,9 +258,8 @@ def prepare(
         vocab=model.config.vocab_size,
     )
     notes = [
-        f"{name}: {encoded.dropped} prompts dropped and {encoded.cut} cut, longer than {config.max_prompt_length} tokens"
-        for name, encoded in {"dataset": prompts, **eval_sets}.items()
-        if encoded.dropped or encoded.cut
+        *drop_notes({"dataset": prompts, **eval_sets}, config.max_prompt_length),
+        *vocabulary_notes(model, tokenizer),
     ]
     notes.append(
         f"{len(buckets)} declared prompt bucket(s) {list(buckets)} + {config.max_completion_length} new tokens: "
@@ -294,7 +268,7 @@ def prepare(
     size = sum(leaf.size for leaf in jax.tree.leaves(params))
     notes.append(f"{size / 1e6:.1f} M parameters, {len(prompts.ids)} training prompts, mesh {dict(plan.mesh.shape)}")
     return Setup(config, Path(config.output_dir), model, params, tokenizer, generation, steps, sampler, schedule, prompts,
-                 eval_sets, rewards, eval_rewards, total_steps, notes)  # fmt: skip
+                 eval_sets, rewards, eval_rewards, total_steps, fingerprint(prompts), notes)  # fmt: skip
 
 
 def copy_params(params: Params) -> Params:

@@ -33,6 +33,7 @@ class SFTSetup(NamedTuple):
     generation: dict[str, Any]
     steps: Steps
     data: EncodedPairs
+    notes: list[str]  # what the run should say at its start
     lengths: tuple[int, int]  # padded columns of prompts and of completions
     pad_token_id: int
 
@@ -63,6 +64,8 @@ def prepare_sft(config: SFTConfig, *, dataset: Any = None) -> SFTSetup:
     )
     rounded = lambda longest: -(-longest // 8) * 8
     lengths = tuple(rounded(max(len(pair[part]) for pair in data.pairs)) for part in (0, 1))
+    dropped = f"{data.dropped} rows dropped, longer than max_length={config.max_length}"
+    notes = [dropped] if data.dropped else []
     _, tx = optimizer_of(config, total_steps=config.max_steps)
     steps = compile_steps(
         model,
@@ -76,7 +79,7 @@ def prepare_sft(config: SFTConfig, *, dataset: Any = None) -> SFTSetup:
     )
     pad = tokenizer.pad_token_id if tokenizer.pad_token_id is not None else eos[0]
     return SFTSetup(
-        config, Path(config.output_dir), model, params, tokenizer, generation, steps, data, lengths, pad
+        config, Path(config.output_dir), model, params, tokenizer, generation, steps, data, notes, lengths, pad
     )  # fmt: skip
 
 

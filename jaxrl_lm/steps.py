@@ -20,8 +20,8 @@ from jaxrl_lm.generate import generate, prepare_decode
 from jaxrl_lm.models import Model, decode_specs
 from jaxrl_lm.score import score
 from jaxrl_lm.sharding import Plan
-from jaxrl_lm.types import Params, PolicyBatch, Requests, Rollout, SFTBatch, TrainState
-from jaxrl_lm.update import Objective, update
+from jaxrl_lm.types import Params, PolicyBatch, Requests, Rollout, Scores, SFTBatch, TrainState
+from jaxrl_lm.update import Objective, cut, update
 
 
 @dataclasses.dataclass(frozen=True)
@@ -85,6 +85,13 @@ def take_minibatch(
     )
 
 
+def score_rows(params, tokens, segment_ids, temperature, start: int, *, model: Model, chunk: int, size: int) -> Scores:
+    """Scores of many rows, `size` rows at a time, so that scoring needs no more memory than an update's forward pass."""
+    parts = cut((tokens, segment_ids, temperature), tokens.shape[0] // size)
+    one = lambda part: score(params, *part[:2], model=model, temperature=part[2], chunk=chunk, start=start)
+    return jax.tree.map(lambda x: x.swapaxes(0, 1).reshape(tokens.shape), jax.lax.map(one, parts))
+
+
 def kl_sums(
     logprobs: Float[Array, "N T"], ref_logprobs: Float[Array, "N T"], mask: Bool[Array, "N T"], *, estimator: str
 ) -> Float[Array, "N"]:
@@ -128,12 +135,13 @@ def compile_steps(
     mask_truncated: bool = False,
     microbatches: int = 1,
     score_chunk: int = 2048,
+    score_rows_at_once: int | None = None,
     kl_estimator: str = "k1",
 ) -> Steps:
     """Binds everything static and names every layout; nothing is compiled before its first call.
 
     `rows` is the number of completions a step; `advantages(returns, valid=...)` gives one a row. Raises ValueError if
-    rows do not divide over the mesh.
+    rows do not divide over the mesh. Scoring runs over `score_rows_at_once` rows at a time (None: all).
     """
     if rows % plan.batch_ways:
         raise ValueError(f"{rows} rows do not divide over the {plan.batch_ways} devices of the mesh's batch axes")
@@ -144,7 +152,7 @@ def compile_steps(
         params = {"policy": params}
         return TrainState(jnp.zeros((), jnp.int32), params, tx.init(params), key, {})
 
-    decode_layout = plan.tree(decode_specs(model.config))
+    decode_layout = plan.for_decode().tree(decode_specs(model.config))
     with_layout = lambda x, layout: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=layout)
     length = sampling.max_new_tokens if sampling else None
     bind = functools.partial
@@ -160,9 +168,7 @@ def compile_steps(
             out_shardings=split,
         ),
         score=jax.jit(
-            lambda params, tokens, segment_ids, temperature, start: score(
-                params, tokens, segment_ids, model=model, temperature=temperature, chunk=score_chunk, start=start
-            ),
+            bind(score_rows, model=model, chunk=score_chunk, size=score_rows_at_once or rows),
             static_argnums=4,
             in_shardings=(policy, split, split, split),
             out_shardings=split,

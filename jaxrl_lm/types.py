@@ -12,7 +12,6 @@ session would then see its placeholders. Next to read: `score.py` (the only shif
 
 from typing import Any, NamedTuple
 
-import jax
 from jaxtyping import Array, Bool, Float, Int, Int32, Key
 
 Params = dict[str, Any]  # a nested dict of jax.Array, never a Variable or a module
@@ -50,7 +49,7 @@ class PolicyBatch(NamedTuple):
     action_mask: Bool[Array, "N T"]
     weights: Float[Array, "N T"]
     temperature: Float[Array, "N"]
-    old_logprobs: Float[Array, "N T"]
+    old_logprobs: Float[Array, "N T"] | None  # None: the batch's only update, the old policy is the current one
     sampler_logprobs: Float[Array, "N T"]
     advantages: Float[Array, "N T"]
     ref_logprobs: Float[Array, "N T"] | None
@@ -87,8 +86,3 @@ class Frozen(NamedTuple):
     """What a step reads and never changes."""
 
     reference: Params | None = None
-
-
-def tree_bytes(tree: Any) -> int:
-    """Bytes of all arrays in a tree (abstract ones too)."""
-    return sum(leaf.size * leaf.dtype.itemsize for leaf in jax.tree.leaves(tree))

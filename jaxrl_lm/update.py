@@ -71,6 +71,7 @@ def update(
     With a non-finite loss or gradient the state comes back as it was, and the metric `nonfinite` is 1: the caller stops.
     """
     grads, metrics = gradients(state.params, frozen, batch, objective=objective, model=model, microbatches=microbatches)
+    grads = jax.tree.map(lambda g, p: g.astype(p.dtype), grads, state.params)
     norm = optax.tree.norm(grads)
     finite = jnp.isfinite(norm) & jnp.isfinite(metrics["loss"].total)
 

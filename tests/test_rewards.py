@@ -76,7 +76,7 @@ def test_resolve_finds_shipped_modules_files_and_callables(tmp_path):
         ("arithmetics", ValueError, "reward='arithmetics' is unknown; did you mean 'arithmetic'"),
         ("qq", ValueError, "'qq' is unknown; did you mean .* Shipped: arithmetic, format_think, reasoning_gym"),
         ("no_such_module:f", ImportError, "reward: 'no_such_module:f': there is no module"),
-        ("jaxrl_lm.rewards.arithmetic:arithmetik", AttributeError, "did you mean 'arithmetic'"),
+        ("jaxrl_lm.rewards.arithmetic:arithmetik", ValueError, "did you mean 'arithmetic'"),
         ("nowhere.py:f", FileNotFoundError, "reward: there is no file"),
         (3, TypeError, "neither a name nor a callable"),
     ],

@@ -1,6 +1,8 @@
 """A tiny model, dataset, rewards and options for tests of whole runs; as a script, a run that is killed on the way.
 
-    python tests/tiny_run.py CONFIG.toml while-saving STEP | before-first-commit 0 | sigterm CALL
+    python tests/tiny_run.py CONFIG.toml while-saving | before-first-commit | sigterm CALL
+
+CALL is a number of a call of the reward `digits`.
 
 The script has the session's 8 devices, so that its run can be resumed in the session, bit for bit.
 """
@@ -11,6 +13,7 @@ import io
 import json
 import os
 import random
+import resource
 import signal
 import sys
 import threading
@@ -37,15 +40,6 @@ async def shortness(*, completion_ids, answer, **_):
 def plus(*, completions, **_):
     """1 where there is a plus; never trained on."""
     return [float("+" in text) for text in completions]
-
-
-@contextlib.contextmanager
-def calling(function):
-    CALLS.append(function)
-    try:
-        yield
-    finally:
-        CALLS.remove(function)
 
 
 @contextlib.contextmanager
@@ -128,7 +122,7 @@ def write_data(directory):
     }
 
 
-def options(model, data, output_dir, **changes):
+def options(model, data, output_dir, /, **changes):
     """Options of a run with everything in it: a KL, four updates a step, three rewards, two buckets."""
     return {
         "model": model,
@@ -177,17 +171,26 @@ def _kill_while_saving(checkpoints, step):
     threading.Thread(target=watch, daemon=True).start()
 
 
-def _kill_at_first_commit():
+def _kill_before_first_commit(checkpoints):
     import orbax.checkpoint as ocp
 
     async def killed(*_, **__):
+        while not list(checkpoints.glob("1.*")):
+            await asyncio.sleep(0.001)
         _kill()
 
-    ocp.JsonCheckpointHandler.async_save = killed  # the state's directory is there by then
+    ocp.JsonCheckpointHandler.async_save = killed
 
 
-def main(config, how, number):
-    """The run of a config; `number` is a step, or a call of `digits`."""
+def _fill_disk(checkpoint):
+    """Once a checkpoint is there: files may not grow beyond a size that metrics stay below and the weights do not."""
+    while not checkpoint.exists():
+        time.sleep(0.001)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (1 << 16, resource.getrlimit(resource.RLIMIT_FSIZE)[1]))
+
+
+def main(config, how, number=0):
+    """The run of a config, ended on the way."""
     import jax
 
     jax.config.update("jax_num_cpu_devices", 8)
@@ -195,17 +198,23 @@ def main(config, how, number):
     from jaxrl_lm.config import GRPOConfig
     from jaxrl_lm.options import from_dict, read_toml
 
-    directory = Path(from_dict(GRPOConfig, read_toml(config), where=config).output_dir)
+    checkpoints = Path(from_dict(GRPOConfig, read_toml(config), where=config).output_dir) / "checkpoints"
+    calls = []
+    at_call = lambda function: lambda **_: calls.append(0) or (len(calls) == number and function())
     if how == "while-saving":
-        _kill_while_saving(directory / "checkpoints", number)
+        unlimited = resource.getrlimit(resource.RLIMIT_FSIZE)
+        CALLS.append(at_call(lambda: _fill_disk(checkpoints / "1")))
+        with contextlib.suppress(SystemExit):
+            cli.main(["grpo", "--config", config])
+        resource.setrlimit(resource.RLIMIT_FSIZE, unlimited)
+        _kill_while_saving(checkpoints, 3)
     elif how == "before-first-commit":
-        _kill_at_first_commit()
-    else:
-        calls = []
-        CALLS.append(lambda **_: calls.append(0) or (len(calls) == number and os.kill(os.getpid(), signal.SIGTERM)))
+        _kill_before_first_commit(checkpoints)
+    elif how == "sigterm":
+        CALLS.append(at_call(lambda: os.kill(os.getpid(), signal.SIGTERM)))
     cli.main(["grpo", "--config", config])
 
 
 if __name__ == "__main__":
-    sys.modules["tiny_run"] = sys.modules[__name__]
+    sys.modules["tiny_run"] = sys.modules[__name__]  # the reward functions' module has this name
     main(*sys.argv[1:3], *map(int, sys.argv[3:]))

@@ -12,7 +12,7 @@ class Preset:
     scale_rewards: str = "group"
     importance_sampling_level: str = "token"
     epsilon: float = 0.2
-    epsilon_high: float = 0.2
+    epsilon_high: float | None = None  # None: epsilon
     loss_agg_mode: Over = "token-mean"
 
 

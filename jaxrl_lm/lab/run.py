@@ -74,7 +74,7 @@ def sft_config(config: LabConfig, files: dict[str, str], directory: Path, start:
         rows_per_step=config.sft_rows,
         max_steps=steps,
         learning_rate=config.sft_learning_rate,
-        warmup_steps=50,
+        warmup_steps=min(50, steps // 4),
         max_length=64,
     )
 
@@ -106,8 +106,7 @@ def run_lab(config: LabConfig) -> dict[str, Any]:
     """Runs everything and prints what was learned; returns the numbers, which are in summary.json too."""
     began = time.perf_counter()
     directory = Path(config.output_dir)
-    if directory.exists():
-        shutil.rmtree(directory)  # the lab is a demonstration: each run is a whole one
+    _make_room(directory)
     files = write_data(config, directory / "data")
     tokenizer = lab_tokenizer()
     model = build(model_config(config, len(tokenizer)))
@@ -138,9 +137,25 @@ def run_lab(config: LabConfig) -> dict[str, Any]:
     return found
 
 
+def _make_room(directory: Path) -> None:
+    """An empty directory with the lab's mark; an earlier lab there is removed, since each run of it is a whole one.
+
+    Raises FileExistsError for a directory with anything else in it.
+    """
+    mark = directory / ".jaxrl_lm_lab"
+    if mark.exists():
+        shutil.rmtree(directory)
+    elif directory.exists() and any(directory.iterdir()):
+        raise FileExistsError(f"output_dir={directory} is not empty and no earlier lab: choose another directory")
+    directory.mkdir(parents=True, exist_ok=True)
+    mark.touch()
+
+
 def supervised(config: SFTConfig, target: Path) -> None:
     """Takes the config's steps and saves the model."""
     setup = prepare_sft(config)
+    for note in setup.notes:
+        print(f"   {note}")
     state = None
     for step, newest, metrics in sft_steps(setup):
         state = newest

@@ -107,6 +107,10 @@ class Model:
 
         return jax.tree.map_with_path(one, self.specs)
 
+    def constrain_kv(self, x: Float[Array, "N c S K"]) -> Float[Array, "N c S K"]:
+        """Keys or values laid out on the mesh, heads as their projections."""
+        return x if self.plan is None else self.plan.constrain(x, ("batch", "kv_heads", None, None))
+
     def _constrain(self, x: Float[Array, "N T D"]) -> Float[Array, "N T D"]:
         return x if self.plan is None else self.plan.constrain(x, ("batch", None, None))
 
@@ -173,5 +177,13 @@ def _remat(layer, policy: str):
 
 
 def build(config: ModelConfig, *, plan: Plan | None = None) -> Model:
-    """The model of a config, laid out by a plan if one is given."""
+    """The model of a config, laid out by a plan if one is given.
+
+    Raises ValueError where the mesh would split inside of a head.
+    """
+    if plan is not None:
+        ways = plan.mesh.shape["tensor"]
+        for name in ("num_heads", "num_kv_heads"):
+            if getattr(config, name) % ways:
+                raise ValueError(f"mesh: tensor={ways} does not divide the model's {name}={getattr(config, name)}")
     return Model(config, plan)

@@ -37,12 +37,11 @@ class Linear(nnx.Module):
 
     def __init__(self, inputs: int, outputs: int, axes: tuple[str, str], bias: bool = False):
         self.kernel = declare((inputs, outputs), axes)
-        if bias:
-            self.bias = declare((outputs,), axes[1:], "zeros")
+        self.bias = declare((outputs,), axes[1:], "zeros") if bias else None
 
     def __call__(self, x: Float[Array, "... i"]) -> Float[Array, "... o"]:
         out = x @ self.kernel[...]
-        return out + jnp.broadcast_to(self.bias[...], out.shape) if hasattr(self, "bias") else out
+        return out if self.bias is None else out + jnp.broadcast_to(self.bias[...], out.shape)
 
 
 class RMSNorm(nnx.Module):
@@ -102,16 +101,15 @@ class Attention(nnx.Module):
         self.k_proj = Linear(config.hidden_size, kv_width, ("embed", "kv_heads"), config.qkv_bias)
         self.v_proj = Linear(config.hidden_size, kv_width, ("embed", "kv_heads"), config.qkv_bias)
         self.o_proj = Linear(width, config.hidden_size, ("heads", "embed"), config.output_bias)
-        if config.qk_norm:
-            self.q_norm = RMSNorm(config.head_dim, config.rms_norm_eps)
-            self.k_norm = RMSNorm(config.head_dim, config.rms_norm_eps)
+        self.q_norm = RMSNorm(config.head_dim, config.rms_norm_eps) if config.qk_norm else None
+        self.k_norm = RMSNorm(config.head_dim, config.rms_norm_eps) if config.qk_norm else None
         self.head_dim = config.head_dim
 
     def __call__(self, x, angles, mask, cache, index):
         """Output and this layer's keys and values [N c S k]: the call's own, or the cache with them written at index."""
         split = lambda y: y.reshape(*y.shape[:2], -1, self.head_dim)
         q, k, v = split(self.q_proj(x)), split(self.k_proj(x)), split(self.v_proj(x))
-        if hasattr(self, "q_norm"):
+        if self.q_norm is not None:
             q, k = self.q_norm(q), self.k_norm(k)
         q, k = rotate(q, angles), rotate(k, angles)
         k, v = k.swapaxes(1, 2), v.swapaxes(1, 2)
@@ -162,12 +160,11 @@ class Ends(nnx.Module):
     def __init__(self, config: ModelConfig):
         self.embed = Table(config)
         self.final_norm = RMSNorm(config.hidden_size, config.rms_norm_eps)
-        if not config.tie_embeddings:
-            self.lm_head = Table(config)
+        self.lm_head = None if config.tie_embeddings else Table(config)
 
     def embed_tokens(self, tokens: Int[Array, "N T"]) -> Float[Array, "N T d"]:
         return self.embed.table[...][tokens]
 
     def unembed(self, hidden: Float[Array, "... d"]) -> Float[Array, "... V"]:
-        table = (self.lm_head if hasattr(self, "lm_head") else self.embed).table[...]
+        table = (self.embed if self.lm_head is None else self.lm_head).table[...]
         return jnp.einsum("...d,vd->...v", hidden, table, preferred_element_type=jnp.float32)

@@ -16,7 +16,7 @@ from jaxrl_lm.encode import EncodedPrompts
 from jaxrl_lm.steps import Steps
 from jaxrl_lm.types import Requests, Rollout
 
-TRAIN, EVAL, PROBE = 0, 1, 2  # purposes: rows of different ones never share a key
+TRAIN, PROBE, EVAL = 0, 1, 2  # purposes, whose rows never share a key; evaluation set i has EVAL + i
 
 
 class Sampled(NamedTuple):
@@ -31,7 +31,6 @@ class Sampled(NamedTuple):
     completion_ids: list[list[int]]  # the tokens that the policy chose
     logprob_sums: np.ndarray  # [count], of these tokens
     truncated: np.ndarray  # [count]
-    policy_step: int
 
 
 @dataclasses.dataclass(frozen=True)
@@ -90,5 +89,4 @@ class Sampler:
             completion_ids=completion_ids,
             logprob_sums=np.where(mask, logprobs, 0.0).sum(1)[:count],
             truncated=truncated[:count],
-            policy_step=policy_step,
         )

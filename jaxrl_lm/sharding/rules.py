@@ -28,6 +28,9 @@ RULES: dict[str, MeshAxes] = {
     "vocab_embed": None,
 }
 
+# Generation's own table: every decoded token reads every weight, so none is gathered over fsdp for each of them.
+DECODE_RULES: dict[str, MeshAxes] = {**RULES, "embed": None, "vocab": "tensor"}
+
 REPLICATED_LIMIT = 1 << 22  # elements of a matrix that may stand whole on every device of a model-sharded mesh
 
 
@@ -89,6 +92,11 @@ class Plan:
             return sharding
 
         return jax.tree.map_with_path(one, dict(specs), is_leaf=lambda leaf: hasattr(leaf, "axes"))
+
+    def for_decode(self) -> "Plan":
+        """The plan of the weights that generation reads. Whole on the devices of data and fsdp, which is asked for here."""
+        changed = {axis: DECODE_RULES[axis] for axis in DECODE_RULES if DECODE_RULES[axis] != RULES[axis]}
+        return dataclasses.replace(self, rules=tuple({**dict(self.rules), **changed}.items()), allow_replicated=True)
 
     @property
     def rows(self) -> NamedSharding:
