@@ -102,7 +102,7 @@ class OptimizerOptions:
     param_dtype: Literal["float32", "bfloat16"] = "float32"
     """Of the master weights."""
     remat: Literal["none", "full", "dots"] | None = None
-    """What the backward pass recomputes; None: full on accelerators, none on CPU."""
+    """What the backward pass recomputes; None: full on accelerators, dots (all but matrix products) on CPU."""
     score_chunk: int = 2048
     """Tokens whose logits exist at once while scoring."""
 

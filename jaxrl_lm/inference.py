@@ -184,7 +184,7 @@ def run_eval(config: EvalConfig) -> dict[str, float]:
                 sampler, decode_params, key, prompts, functions, temperature=config.temperature, limit=config.eval_limit
             )
             print(f"{name}: {probe_message(found)}")
-            metrics |= {f"probe/{name}/{metric}": value for metric, value in found.items()}
+            metrics |= {f"probe/{name}/{metric}": float(value) for metric, value in found.items()}
             continue
         found = evaluate(
             sampler,

@@ -92,8 +92,9 @@ def train(
             try:
                 state, values, table = _step(setup, state, frozen, step)
             except RewardError:
-                _save(setup, checkpoints, step - 1, state, tokens, {})  # nothing of the steps before is lost
-                checkpoints.wait()
+                if step > 1:  # nothing of the steps before is lost
+                    _save(setup, checkpoints, step - 1, state, tokens, {})
+                    checkpoints.wait()
                 raise
             tokens += values.pop("tokens")
             values |= {"num_tokens": tokens, "time/checkpoint": save_time}

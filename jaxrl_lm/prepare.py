@@ -109,7 +109,7 @@ def load_model(name: str, plan: Plan, *, dtype: str | None, param_dtype: str, re
     cpu = jax.default_backend() == "cpu"
     compute = dtype or ("float32" if cpu else "bfloat16")
     model, params, tokenizer = load(name, plan=plan, dtype=param_dtype, compute_dtype=compute)
-    config = dataclasses.replace(model.config, remat=remat or ("none" if cpu else "full"))
+    config = dataclasses.replace(model.config, remat=remat or ("dots" if cpu else "full"))
     return dataclasses.replace(model, config=config), params, tokenizer, generation_config(name)
 
 

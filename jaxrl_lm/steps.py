@@ -125,7 +125,7 @@ def compile_steps(
     model: Model,
     plan: Plan,
     *,
-    objective: Objective,
+    objective: Objective | None,  # None: no update is asked for
     tx: optax.GradientTransformation,
     param_dtype: str = "float32",
     rows: int,

@@ -1,5 +1,6 @@
 """Whole runs of a tiny model: what they write, what they compile, and what stops, kills and failures leave."""
 
+import gc
 import json
 import os
 import shutil
@@ -8,6 +9,7 @@ import subprocess
 import sys
 from collections import Counter
 from pathlib import Path
+from typing import NamedTuple
 
 import jax
 import numpy as np
@@ -18,8 +20,9 @@ import tiny_run
 from jaxrl_lm import GRPOConfig, loop
 from jaxrl_lm.checkpoint import Checkpoints
 from jaxrl_lm.data import batch_indices
+from jaxrl_lm.inference import restore_policy
 from jaxrl_lm.options import ConfigError, to_toml
-from jaxrl_lm.prepare import prepare
+from jaxrl_lm.prepare import build_plan, prepare
 from jaxrl_lm.rewards import RewardError
 
 CLOCKS = ("time", "step_time", "tokens_per_second")
@@ -260,44 +263,53 @@ def test_three_steps_then_two_more_equal_five(straight, options):
     assert_equals_straight(directory, straight, third.state)
 
 
+class Killed(NamedTuple):
+    """What is left of a process that ended with SIGKILL."""
+
+    directory: Path
+    stdout: str
+    stderr: str
+
+
 @pytest.fixture(scope="module")
 def killed(straight, model, data, tmp_path_factory):
-    """Three runs of many steps in processes of their own, each ended at another moment before step 5.
+    """Two processes with two runs each: terminated at step 2 and killed before its first commit; a full disk at step 2,
+    gone on with and killed while the checkpoint of step 3 was written.
 
     The seventh call of the reward is that of step 2: two are the probe's, three those of the evaluations.
     """
-    processes, base = {}, tmp_path_factory.mktemp("killed")
-    for how, step in (("while-saving", 7), ("before-first-commit", 0), ("sigterm", 7)):
-        config = base / f"{how}.toml"
-        config.write_text(to_toml(GRPOConfig(**tiny_run.options(model, data, base / how, max_steps=50))))
-        command = [sys.executable, str(tiny_run.__file__), str(config), how, str(step)]
-        paths = [str(tiny_run.REPOSITORY), os.environ.get("PYTHONPATH", "")]
-        environment = os.environ | {
-            "PYTHONPATH": os.pathsep.join(filter(None, paths)),
-            "JAX_COMPILATION_CACHE_DIR": jax.config.jax_compilation_cache_dir,
-            "JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS": "0.1",
-            "JAX_PERSISTENT_CACHE_MIN_ENTRY_SIZE_BYTES": "-1",
-        }
-        pipes = {"stdout": subprocess.PIPE, "stderr": subprocess.PIPE, "text": True}
-        processes[how] = subprocess.Popen(command, env=environment, **pipes)
-    found = {}
+    base = tmp_path_factory.mktemp("killed")
+    config = base / "grpo.toml"
+    config.write_text(to_toml(GRPOConfig(**tiny_run.options(model, data, "elsewhere", max_steps=50))))
+    environment = os.environ | {
+        "PYTHONPATH": os.pathsep.join(filter(None, [str(tiny_run.REPOSITORY), os.environ.get("PYTHONPATH")])),
+        "JAX_COMPILATION_CACHE_DIR": jax.config.jax_compilation_cache_dir,
+        "JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS": "0.1",
+        "JAX_PERSISTENT_CACHE_MIN_ENTRY_SIZE_BYTES": "-1",
+    }
+    pipes = {"stdout": subprocess.PIPE, "stderr": subprocess.PIPE, "text": True}
+    command = [sys.executable, tiny_run.__file__, str(config), "7"]
+    processes = [
+        subprocess.Popen(command + names, env=environment, **pipes) for names in (["terminated", "new"], ["full"])
+    ]
     try:
-        for how, process in processes.items():
-            stdout, stderr = process.communicate(timeout=400)
-            found[how] = (base / how, process.returncode, stdout, stderr)
+        found = [(*process.communicate(timeout=400), process.returncode) for process in processes]
     finally:
-        for process in processes.values():
+        for process in processes:
             process.kill()
             process.wait()
-    return found
+    for _, stderr, code in found:
+        assert code == -signal.SIGKILL, stderr
+    terminated, full = ((stdout, stderr) for stdout, stderr, _ in found)
+    outputs = {"terminated": terminated, "new": terminated, "full": full}
+    return {name: Killed(base / name, *output) for name, output in outputs.items()}
 
 
 def test_a_full_disk_and_sigkill_while_a_checkpoint_is_written(killed, straight, model, data):
-    directory, code, stdout, stderr = killed["while-saving"]
-    assert code == -signal.SIGKILL, stderr
+    directory, stdout, stderr = killed["full"]
+    assert "EXIT 2" in stdout
     assert "jaxrl-lm grpo: error: " in stderr
     assert "the checkpoint of step 2 could not be saved (File too large); the checkpoint of step 1 is whole" in stderr
-    assert "Traceback (most recent call last)" not in stderr.split("jaxrl-lm grpo: error: ")[1]
     assert "resumed from step 1" in stdout
     assert list((directory / "checkpoints").glob("3*"))  # its writing had begun
     with Checkpoints(directory / "checkpoints", read_only=True) as checkpoints:
@@ -309,8 +321,7 @@ def test_a_full_disk_and_sigkill_while_a_checkpoint_is_written(killed, straight,
 
 
 def test_sigkill_before_the_first_commit_restarts_cleanly(killed, straight, model, data):
-    directory, code, _, stderr = killed["before-first-commit"]
-    assert code == -signal.SIGKILL, stderr
+    directory = killed["new"].directory
     assert [path.name[:2] for path in (directory / "checkpoints").iterdir()] == ["1."]  # begun, and not there
     assert [row["step"] for row in rows(directory)] == [0, 1]
     run, printed = tiny_run.run(tiny_run.options(model, data, directory, max_steps=2))
@@ -319,8 +330,8 @@ def test_sigkill_before_the_first_commit_restarts_cleanly(killed, straight, mode
 
 
 def test_sigterm_saves_and_exits_with_0_and_options_may_change(killed, straight, model, data):
-    directory, code, stdout, stderr = killed["sigterm"]
-    assert code == 0, stderr
+    directory, stdout, _ = killed["terminated"]
+    assert "EXIT 0" in stdout
     assert "SIGTERM: saved step 2; the same command goes on from there" in stdout
     assert [row["step"] for row in rows(directory)] == [0, 1, 2]
     with Checkpoints(directory / "checkpoints", read_only=True) as checkpoints:
@@ -360,6 +371,24 @@ def test_a_checkpoint_of_another_model_is_refused(straight, model, data, tmp_pat
     assert {path: path.read_bytes() for path in (tmp_path / "run").rglob("*") if path.is_file()} == before
 
 
+def test_the_best_checkpoint_is_kept_beside_the_last(options):
+    changes = {"eval_steps": 1, "save_steps": 0, "save_total_limit": 1, "probe_prompts": 0, "max_steps": 4}
+    with pytest.raises(ValueError, match=r"best_metric='eval/test/accuracy' is no metric .* eval/test/pass@1"):
+        tiny_run.run(options(best_metric="eval/test/accuracy", **changes))
+    metric = "eval/test/entropy"
+    run, _ = tiny_run.run(options(best_metric=metric, **changes))
+    values = {row["step"]: row[metric] for row in run.metrics}
+    best = max(values, key=values.get)
+    assert best < 4, values
+    with Checkpoints(run.directory / "checkpoints", best_metric=metric, read_only=True) as checkpoints:
+        assert checkpoints.steps() == [best, 4]
+        assert checkpoints.best() == best
+    plan = build_plan({"fsdp": -1})
+    policies = [restore_policy(run.directory, plan, **which).params for which in ({"best": True}, {"step": best}, {})]
+    assert tiny_run.bits(policies[0]) == tiny_run.bits(policies[1])
+    assert tiny_run.bits(policies[2]) == tiny_run.bits(run.state.params["policy"])
+
+
 # --- failures ---------------------------------------------------------------------------------------------------------
 
 
@@ -395,30 +424,35 @@ def raising(rows):
 
 
 @pytest.mark.parametrize(
-    ("bad", "message"),
+    ("bad", "step", "message"),
     [
-        (raising, r"reward 'own' raised KeyError: 'no ground truth' on row 0 \(prompt '"),
+        (raising, 2, r"reward 'own' raised KeyError: 'no ground truth' on row 0 \(prompt '"),
         (
             lambda rows: [0.0] * (rows - 1),
-            r"reward 'own' returned 15 values for 16 completions; first row: row 0 \(prom",
+            1,
+            r"reward 'own' returned 15 values for 16 completions; first row: row 0 \(",
         ),
-        (lambda rows: [0.0, 0.0, float("nan")] + [0.0] * (rows - 3), r"reward 'own' returned nan for row 2 \(prompt '"),
+        (
+            lambda rows: [0.0, 0.0, float("nan")] + [0.0] * (rows - 3),
+            1,
+            r"reward 'own' returned nan for row 2 \(prompt",
+        ),
     ],
 )
-def test_a_bad_reward_stops_the_run_with_its_name_and_row_and_loses_no_step(bad, message, options):
+def test_a_bad_reward_stops_the_run_with_its_name_and_row_and_loses_no_step(bad, step, message, options):
     calls = []
 
     def own(*, completions, **columns):
         calls.append(0)
-        return tiny_run.digits(completions=completions) if len(calls) == 1 else bad(len(completions))
+        return bad(len(completions)) if len(calls) == step else tiny_run.digits(completions=completions)
 
     changes = {"reward": (), "reward_weights": (), "true_reward": None, "eval_steps": 0, "probe_prompts": 0}
     with pytest.raises(RewardError, match=message):
         tiny_run.run(options(eval_dataset={}, save_steps=0, **changes), reward_functions=[own])
     directory = Path(options()["output_dir"])
     with Checkpoints(directory / "checkpoints", read_only=True) as checkpoints:
-        assert checkpoints.steps() == [1]
-    assert [row["step"] for row in rows(directory)] == [1]
+        assert checkpoints.steps() == list(range(1, step))
+    assert [row["step"] for row in rows(directory)] == list(range(1, step))
 
 
 # --- the algorithm's options ------------------------------------------------------------------------------------------
@@ -435,6 +469,8 @@ def test_microbatches_do_not_change_the_result(straight, options):
 
 
 def live_tables(shape=(24, 32)):
+    """How many float32 arrays have the shape of the embedding table."""
+    gc.collect()
     return sum(array.shape == shape and array.dtype == np.float32 for array in jax.live_arrays())
 
 

@@ -213,7 +213,7 @@ def test_help_shows_every_key_with_default_and_meaning(capsys):
     text = " ".join(capsys.readouterr().out.replace("│", " ").split())
     for field in dataclasses.fields(GRPOConfig):
         assert f"--{field.name}" in text
-    assert "--max_steps INT Steps of sampling; 0: num_epochs decides. (default: 100)" in text
+    assert "--save_steps INT Checkpoint every so many steps and at the end; 0: only at the end. (default: 50)" in text
     assert "--model STR Directory in Hugging Face format, GGUF file, or hub id. (required)" in text
     assert "--mesh.NAME INT" in text
     assert "(default: fsdp = -1)" in text
@@ -225,7 +225,7 @@ def test_what_a_resume_may_change():
     old = grpo()
     assert changed(old, grpo()) == {}
     new = grpo(max_steps=200, mesh={"data": 8}, microbatch_completions=4)
-    pairs = {"max_steps": (100, 200), "mesh": ({"fsdp": -1}, {"data": 8}), "microbatch_completions": (None, 4)}
+    pairs = {"max_steps": (None, 200), "mesh": ({"fsdp": -1}, {"data": 8}), "microbatch_completions": (None, 4)}
     assert changed(old, new) == pairs
     assert check_resume(old, new) == pairs
     with pytest.raises(ConfigError) as error:
@@ -234,7 +234,7 @@ def test_what_a_resume_may_change():
         "this run was started with other options:",
         "  seed: 0 -> 1 (not allowed)",
         "  learning_rate: 1e-06 -> 1e-05 (not allowed)",
-        "  max_steps: 100 -> 200 (allowed)",
+        "  max_steps: None -> 200 (allowed)",
         "Set those that are not allowed back to resume it, or give another output_dir to start a new run.",
     ]
     with pytest.raises(TypeError, match="two kinds of run: GRPOConfig and Every"):
@@ -244,5 +244,5 @@ def test_what_a_resume_may_change():
 def test_a_length_that_the_schedule_depends_on_may_not_change():
     old = grpo(lr_scheduler="cosine")
     assert check_resume(old, dataclasses.replace(old, save_steps=5)) == {"save_steps": (50, 5)}
-    with pytest.raises(ConfigError, match=r"max_steps: 100 -> 200 \(not allowed with lr_scheduler='cosine'"):
+    with pytest.raises(ConfigError, match=r"max_steps: None -> 200 \(not allowed with lr_scheduler='cosine'"):
         check_resume(old, dataclasses.replace(old, max_steps=200))

@@ -1,8 +1,9 @@
 """A tiny model, dataset, rewards and options for tests of whole runs; as a script, a run that is killed on the way.
 
-    python tests/tiny_run.py CONFIG.toml while-saving | before-first-commit | sigterm CALL
+    python tests/tiny_run.py CONFIG.toml CALL terminated new
+    python tests/tiny_run.py CONFIG.toml CALL full
 
-CALL is a number of a call of the reward `digits`.
+CALL is a number of a call of the reward `digits`; runs go into directories of these names beside the file.
 
 The script has the session's 8 devices, so that its run can be resumed in the session, bit for bit.
 """
@@ -189,32 +190,35 @@ def _fill_disk(checkpoint):
     resource.setrlimit(resource.RLIMIT_FSIZE, (1 << 16, resource.getrlimit(resource.RLIMIT_FSIZE)[1]))
 
 
-def main(config, how, number=0):
-    """The run of a config, ended on the way."""
+def main(config, call, *names):
+    """Runs that are terminated or meet a full disk, and a last one that is killed."""
     import jax
 
     jax.config.update("jax_num_cpu_devices", 8)
     from jaxrl_lm import cli
-    from jaxrl_lm.config import GRPOConfig
-    from jaxrl_lm.options import from_dict, read_toml
 
-    checkpoints = Path(from_dict(GRPOConfig, read_toml(config), where=config).output_dir) / "checkpoints"
+    checkpoints = {name: Path(config).parent / name / "checkpoints" for name in names}
+    grpo = lambda name: cli.main(["grpo", "--config", config, "--output_dir", str(checkpoints[name].parent)])
     calls = []
-    at_call = lambda function: lambda **_: calls.append(0) or (len(calls) == number and function())
-    if how == "while-saving":
-        unlimited = resource.getrlimit(resource.RLIMIT_FSIZE)
-        CALLS.append(at_call(lambda: _fill_disk(checkpoints / "1")))
-        with contextlib.suppress(SystemExit):
-            cli.main(["grpo", "--config", config])
-        resource.setrlimit(resource.RLIMIT_FSIZE, unlimited)
-        _kill_while_saving(checkpoints, 3)
-    elif how == "before-first-commit":
-        _kill_before_first_commit(checkpoints)
-    elif how == "sigterm":
+    at_call = lambda function: lambda **_: calls.append(0) or (len(calls) == call and function())
+    if names == ("terminated", "new"):
         CALLS.append(at_call(lambda: os.kill(os.getpid(), signal.SIGTERM)))
-    cli.main(["grpo", "--config", config])
+        grpo("terminated")
+        print("EXIT 0", flush=True)
+        _kill_before_first_commit(checkpoints["new"])
+        grpo("new")
+    else:
+        unlimited = resource.getrlimit(resource.RLIMIT_FSIZE)
+        CALLS.append(at_call(lambda: _fill_disk(checkpoints["full"] / "1")))
+        try:
+            grpo("full")
+        except SystemExit as end:
+            print(f"EXIT {end.code}", flush=True)
+        resource.setrlimit(resource.RLIMIT_FSIZE, unlimited)
+        _kill_while_saving(checkpoints["full"], 3)
+        grpo("full")
 
 
 if __name__ == "__main__":
     sys.modules["tiny_run"] = sys.modules[__name__]  # the reward functions' module has this name
-    main(*sys.argv[1:3], *map(int, sys.argv[3:]))
+    main(sys.argv[1], int(sys.argv[2]), *sys.argv[3:])

@@ -74,6 +74,7 @@ def sft_config(config: LabConfig, files: dict[str, str], directory: Path, start:
         rows_per_step=config.sft_rows,
         max_steps=steps,
         learning_rate=config.sft_learning_rate,
+        lr_scheduler="cosine",
         warmup_steps=min(50, steps // 4),
         max_length=64,
     )
@@ -121,6 +122,8 @@ def run_lab(config: LabConfig) -> dict[str, Any]:
     grpo = grpo_config(config, files, directory)
     (directory / "grpo.toml").write_text(to_toml(grpo))
     run = train(grpo)
+    if run.stopped:
+        raise SystemExit(f"{run.stopped}: the lab was ended; jaxrl-lm grpo --config {directory}/grpo.toml goes on")
     history = load_metrics(run.directory / "metrics.jsonl")
 
     control: list[dict[str, float]] = []
@@ -128,7 +131,9 @@ def run_lab(config: LabConfig) -> dict[str, Any]:
         seconds = training_seconds(history)
         print(f"4. for comparison, {seconds:.0f} s of further supervised steps from the same start")
         forever = sft_config(config, files, directory, directory / "sft", steps=10**9)
-        control = continue_supervised(dataclasses.replace(forever, seed=config.seed + 1), grpo, history[0], seconds)
+        # How many steps fit is not known beforehand: a constant rate, a quarter of the first phase's peak.
+        steady = {"lr_scheduler": "constant", "learning_rate": config.sft_learning_rate / 4, "seed": config.seed + 1}
+        control = continue_supervised(dataclasses.replace(forever, **steady), grpo, history[0], seconds)
     figure = curves(directory / "curves.png", {"GRPO": with_training_time(history), "supervised": control})
     export = run_export(ExportConfig(run=str(run.directory), directory=str(directory / "export")))
     found = summary(history, control, seconds=time.perf_counter() - began)
