@@ -9,7 +9,7 @@ quickstart: $(VENV)/.plot
 	$(BIN)/jaxrl-lm lab --output_dir runs/lab
 
 test: $(VENV)/.test lint
-	$(BIN)/python -m pytest
+	$(BIN)/python -m pytest --numprocesses 2 --dist loadfile
 
 lint: $(VENV)/.test
 	$(BIN)/ruff check .

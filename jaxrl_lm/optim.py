@@ -9,7 +9,7 @@ SCHEDULES = ("constant", "linear", "cosine")
 
 
 def make_schedule(name: str, peak: float, *, total_steps: int, warmup_steps: int = 0) -> optax.Schedule:
-    """Learning rate by optimiser step: linear warm-up from 0, then constant, or linear or cosine down to 0 at the end.
+    """Learning rate by optimiser step: a linear warm-up to the peak, then constant, or linear or cosine down to 0.
 
     Raises ValueError for an unknown name or a warm-up as long as the run.
     """

@@ -1,7 +1,7 @@
 """The only file that calls jax.jit: what is compiled, with which layouts, and what is donated.
 
 `compile_steps` binds the pure functions of generate, score, update and algos to a model, a mesh and the static options,
-and gives one record of compiled functions. Each compiles once a bucket of prompt lengths; `Steps.compilations` counts.
+and gives one record of compiled functions. Each compiles once a bucket of prompt lengths.
 """
 
 import dataclasses
@@ -45,11 +45,6 @@ class Steps:
         """Host arrays on the mesh, rows split; scalars on every device."""
         put = lambda x: jax.device_put(x, self.plan.rows if jnp.ndim(x) else self.plan.replicated)
         return jax.tree.map(put, tree)
-
-    def compilations(self) -> dict[str, int]:
-        """How often each function has been compiled so far."""
-        jitted = {field.name: getattr(self, field.name) for field in dataclasses.fields(self)}
-        return {name: step._cache_size() for name, step in jitted.items() if hasattr(step, "_cache_size")}
 
 
 def take_minibatch(
@@ -145,6 +140,8 @@ def compile_steps(
     """
     if rows % plan.batch_ways:
         raise ValueError(f"{rows} rows do not divide over the {plan.batch_ways} devices of the mesh's batch axes")
+    if score_rows_at_once is not None and rows % score_rows_at_once:
+        raise ValueError(f"score_rows_at_once={score_rows_at_once} does not divide {rows} rows")
     abstract, layouts = state_shardings(model, plan, tx, param_dtype)
     policy, every, split = layouts.params["policy"], plan.replicated, plan.rows
 

@@ -5,6 +5,7 @@ bytes (Aho and Corasick, 1975) is run over each vocabulary entry from each of it
 look-up a token.
 """
 
+import re
 from collections import deque
 
 import numpy as np
@@ -37,7 +38,7 @@ def _byte_level_table() -> dict[str, int]:
 
 
 def _sentencepiece_bytes(piece: str) -> bytes:
-    if len(piece) == 6 and piece.startswith("<0x") and piece.endswith(">"):
+    if re.fullmatch("<0x[0-9A-Fa-f]{2}>", piece):
         return bytes([int(piece[3:5], 16)])
     return piece.replace("▁", " ").encode()
 

@@ -43,7 +43,7 @@ def importance_ratio(
     sequence (GSPO, Zheng et al., 2025, eq. 7). sequence-token: that value with token t's own gradient,
     sg[s] · exp(l_t − sg[l_t]) (GSPO-token, eq. 14).
 
-    Departs from the papers: the log-ratio is bounded to ±20, where every clip has long decided.
+    Departs from the papers: the log-ratio is bounded to ±20, beyond which the ratio is constant and its gradient 0.
     """
     gap = masked.select(logprobs, mask) - masked.select(old_logprobs, mask)
     if level != "token":

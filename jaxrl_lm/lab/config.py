@@ -15,11 +15,11 @@ class LabConfig:
     train_problems: int = 20000
     test_problems: int = 256
     ood_problems: int = 64
-    slip: float = 0.08
+    slip: float = 0.05
     """Chance that the demonstrator miscounts a column."""
-    drop: float = 0.35
-    """Chance that the demonstrator forgets a carry."""
-    skip: float = 0.15
+    drop: float = 0.6
+    """Chance that the demonstrator forgets a carry. Above one half imitation learns to forget, and greedy answers too."""
+    skip: float = 0.1
     """Chance that the demonstrator writes a wrong answer without working."""
     hidden_size: int = 160
     num_layers: int = 4

@@ -94,6 +94,7 @@ def grpo_config(config: LabConfig, files: dict[str, str], directory: Path) -> GR
         num_generations=config.num_generations,
         max_completion_length=config.max_completion_length,
         learning_rate=config.learning_rate,
+        lr_scheduler="linear",
         max_steps=config.grpo_steps,
         eval_steps=config.eval_steps,
         eval_limit=config.test_problems,
