@@ -232,8 +232,8 @@ def test_what_a_resume_may_change():
         check_resume(old, grpo(max_steps=200, seed=1, learning_rate=1e-5))
     assert str(error.value).splitlines() == [
         "this run was started with other options:",
-        "  seed: 0 -> 1 (not allowed)",
         "  learning_rate: 1e-06 -> 1e-05 (not allowed)",
+        "  seed: 0 -> 1 (not allowed)",
         "  max_steps: None -> 200 (allowed)",
         "Set those that are not allowed back to resume it, or give another output_dir to start a new run.",
     ]

@@ -23,11 +23,11 @@ class LabConfig:
     """Chance that the demonstrator writes a wrong answer without working."""
     hidden_size: int = 160
     num_layers: int = 4
-    sft_steps: int = 600
+    sft_steps: int = 500
     """Supervised steps on demonstrations before reinforcement learning."""
     sft_rows: int = 32
     sft_learning_rate: float = 2e-3
-    grpo_steps: int = 80
+    grpo_steps: int = 60
     prompts_per_step: int = 16
     num_generations: int = 8
     learning_rate: float = 3e-4
