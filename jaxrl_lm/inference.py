@@ -115,6 +115,12 @@ def with_run_options(config: Any) -> Any:
                 config, name
             ) == getattr(defaults, name):
                 taken[name] = getattr(run, name)
+    say(
+        [
+            f"from {config.model}: "
+            + ", ".join(f"{name}={value!r}" for name, value in taken.items() if value is not None)
+        ]
+    )
     return dataclasses.replace(config, **taken)
 
 

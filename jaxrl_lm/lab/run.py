@@ -127,7 +127,7 @@ def run_lab(config: LabConfig) -> dict[str, Any]:
         raise SystemExit(f"{run.stopped}: the lab was ended; jaxrl-lm grpo --config {directory}/grpo.toml goes on")
     history = load_metrics(run.directory / "metrics.jsonl")
 
-    control: list[dict[str, float]] = []
+    control: list[dict[str, Any]] = []
     if config.control:
         seconds = training_seconds(history)
         print(f"4. for comparison, {seconds:.0f} s of further supervised steps from the same start")
@@ -170,12 +170,12 @@ def supervised(config: SFTConfig, target: Path) -> None:
     save(target, setup.model, state.params["policy"], setup.tokenizer, generation_config=setup.generation)
 
 
-def training_seconds(history: list[dict[str, float]]) -> float:
+def training_seconds(history: list[dict[str, Any]]) -> float:
     """Wall time of GRPO's steps, without evaluation; compilation counts, as it does on the other side."""
     return sum(row["step_time"] for row in history if "step_time" in row)
 
 
-def with_training_time(history: list[dict[str, float]]) -> list[dict[str, float]]:
+def with_training_time(history: list[dict[str, Any]]) -> list[dict[str, Any]]:
     """The rows with `time` as seconds of training."""
     total, out = 0.0, []
     for row in history:
@@ -184,7 +184,9 @@ def with_training_time(history: list[dict[str, float]]) -> list[dict[str, float]
     return out
 
 
-def continue_supervised(config: SFTConfig, grpo: GRPOConfig, first: dict, seconds: float) -> list[dict[str, float]]:
+def continue_supervised(
+    config: SFTConfig, grpo: GRPOConfig, first: dict[str, Any], seconds: float
+) -> list[dict[str, Any]]:
     """Further supervised steps for `seconds` of training, evaluated four times as GRPO is; `first` is its start."""
     setup, judge = prepare_sft(config), prepare(grpo)
     out = [{**{name: value for name, value in first.items() if name.startswith("eval/")}, "time": 0.0, "step": 0}]
@@ -222,7 +224,7 @@ def _judge(judge: Setup, state: TrainState) -> dict[str, float]:
 SHOWN = ("pass@1", "pass@8", "greedy_accuracy", "mean_length", "entropy")
 
 
-def summary(history: list[dict[str, float]], control: list[dict[str, float]], *, seconds: float) -> dict[str, Any]:
+def summary(history: list[dict[str, Any]], control: list[dict[str, Any]], *, seconds: float) -> dict[str, Any]:
     """Held-out numbers before and after, and those of the supervised continuation."""
     ends = {"before": history[0], "after": history[-1]} | ({"supervised": control[-1]} if control else {})
     return {
