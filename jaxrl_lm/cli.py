@@ -1,4 +1,4 @@
-"""The command line: `jaxrl-lm grpo|generate|eval|export|lab`. Options in, a run directory out.
+"""The command line: `jaxrl-lm grpo|rloo|ppo|generate|eval|export|lab`. Options in, a run directory out.
 
 Every command takes `--config FILE.toml` and any key as `--key value`; `--help` shows them all. The same commands are
 `scripts/*.py`.
@@ -9,17 +9,36 @@ import os
 import sys
 from collections.abc import Callable, Sequence
 
-from jaxrl_lm.config import EvalConfig, ExportConfig, GenerateConfig, GRPOConfig
+from jaxrl_lm.config import EvalConfig, ExportConfig, GenerateConfig, GRPOConfig, PPOConfig, RLOOConfig
 from jaxrl_lm.inference import run_eval, run_export, run_generate
 from jaxrl_lm.lab.config import LabConfig
 from jaxrl_lm.lab.run import run_lab
 from jaxrl_lm.loop import train
 from jaxrl_lm.options import nearest, parse
+from jaxrl_lm.seeds import table, train_seeds
 
 
 def grpo(argv: Sequence[str]) -> None:
-    """Train with GRPO and its relatives"""
-    run = train(parse(GRPOConfig, argv, prog="jaxrl-lm grpo", description=grpo.__doc__))
+    """Train with GRPO, or with any algorithm of the family (--preset)"""
+    _train(parse(GRPOConfig, argv, prog="jaxrl-lm grpo", description=grpo.__doc__))
+
+
+def rloo(argv: Sequence[str]) -> None:
+    """Train with RLOO"""
+    _train(parse(RLOOConfig, argv, prog="jaxrl-lm rloo", description=rloo.__doc__))
+
+
+def ppo(argv: Sequence[str]) -> None:
+    """Train with PPO and a critic"""
+    _train(parse(PPOConfig, argv, prog="jaxrl-lm ppo", description=ppo.__doc__))
+
+
+def _train(config: GRPOConfig) -> None:
+    if config.seeds > 1:
+        print(table(train_seeds(config)))
+        print(f"{config.output_dir}: {config.seeds} seeds, mean ± half of the 95 % interval; see seeds.json there")
+        return
+    run = train(config)
     print(f"{run.directory}: step {run.step}. Next: jaxrl-lm export --run {run.directory} --directory OUT")
 
 
@@ -54,6 +73,8 @@ def lab(argv: Sequence[str]) -> None:
 
 COMMANDS: dict[str, Callable[[Sequence[str]], None]] = {
     "grpo": grpo,
+    "rloo": rloo,
+    "ppo": ppo,
     "generate": generate,
     "eval": evaluate,
     "export": export,

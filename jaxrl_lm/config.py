@@ -6,6 +6,15 @@ The words and defaults are those of TRL and verl where one fits. Reading files a
 import dataclasses
 from typing import Literal
 
+from jaxrl_lm.algorithm_config import (
+    AdvantageOptions,
+    CriticOptions,
+    DistanceOptions,
+    LoraOptions,
+    PromptPolicyOptions,
+    RatioOptions,
+)
+
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class SamplingConfig:
@@ -108,8 +117,19 @@ class OptimizerOptions:
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
-class GRPOConfig(OptimizerOptions, SamplingOptions, PromptOptions, MachineOptions):
-    """Options of a GRPO run."""
+class GRPOConfig(
+    LoraOptions,
+    CriticOptions,
+    PromptPolicyOptions,
+    DistanceOptions,
+    RatioOptions,
+    AdvantageOptions,
+    OptimizerOptions,
+    SamplingOptions,
+    PromptOptions,
+    MachineOptions,
+):
+    """Options of a policy-gradient run; the defaults are GRPO's as in TRL."""
 
     # --- what to train on -------------------------------------------------------------------------------------------
     model: str
@@ -119,7 +139,7 @@ class GRPOConfig(OptimizerOptions, SamplingOptions, PromptOptions, MachineOption
     eval_dataset: dict[str, str] = dataclasses.field(default_factory=dict)
     """Named held-out sets, by name; what evaluates never trains."""
     reward: tuple[str, ...] = ()
-    """Reward functions: a shipped name, package.module:function or file.py:function."""
+    """Reward functions: a shipped name, package.module:function, file.py:function or reward_model:DIRECTORY."""
     reward_weights: tuple[float, ...] = ()
     """One weight a reward function; empty: all 1. A weight of 0 is computed and logged only."""
     eval_reward_functions: tuple[str, ...] = ()
@@ -135,27 +155,13 @@ class GRPOConfig(OptimizerOptions, SamplingOptions, PromptOptions, MachineOption
 
     # --- the algorithm -------------------------------------------------------------------------------------------
     preset: str | None = None
-    """Named set of loss_agg_mode, scale_rewards, ratio and clipping; options given beside it win."""
+    """Named choice of all parts; options given beside it win."""
     loss_type: str | None = None
-    """TRL's names for the reduction: dapo, grpo, dr_grpo, bnpo. None: that of the preset, or dapo."""
+    """TRL's names for the reduction: dapo, grpo, dr_grpo, bnpo, cispo, sapo. None: that of the preset, or dapo."""
     loss_agg_mode: (
         Literal["token-mean", "seq-mean-token-mean", "seq-mean-token-sum", "seq-mean-token-sum-norm"] | None
     ) = None
     """None: that of loss_type or the preset."""
-    scale_rewards: Literal["group", "batch", "none"] | None = None
-    """What advantages are divided by; None: that of the preset, or group."""
-    importance_sampling_level: Literal["token", "sequence"] | None = None
-    epsilon: float | None = None
-    """Clip range below 1; None: that of the preset, or 0.2."""
-    epsilon_high: float | None = None
-    """Clip range above 1; None: that of the preset, or epsilon."""
-    delta: float | None = None
-    """Two-sided bound on the ratio of negative advantages."""
-    beta: float = 0.0
-    """KL coefficient; 0 keeps no reference model in memory."""
-    kl_in: Literal["loss", "reward"] = "loss"
-    kl_estimator: Literal["k1", "k2", "k3", "k1+", "k3+"] | None = None
-    """None: k3 in the loss, k1 in the reward."""
     mask_truncated_completions: bool = False
     """Leave rows that ran into their limit out of the loss."""
     num_iterations: int = 1
@@ -189,6 +195,26 @@ class GRPOConfig(OptimizerOptions, SamplingOptions, PromptOptions, MachineOption
     """A table of completions every so many steps; 0: never."""
     report_to: tuple[str, ...] = ()
     """Further sinks: tensorboard."""
+    seeds: int = 1
+    """Runs of the same options with seeds of their own, in output_dir/seed_<n>; mean and interval are printed."""
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class RLOOConfig(GRPOConfig):
+    """Options of an RLOO run: GRPO's, with other defaults."""
+
+    preset: str | None = "rloo"
+    num_generations: int = 2
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class PPOConfig(GRPOConfig):
+    """Options of a PPO run: GRPO's, with other defaults."""
+
+    preset: str | None = "ppo"
+    num_generations: int = 1
+    num_iterations: int = 4
+    critic: Literal["none", "separate", "shared"] = "separate"
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -271,3 +297,5 @@ class ExportConfig:
     """Of the weights written; None: that of the master weights."""
     overwrite: bool = False
     """Replace a directory that is there."""
+    adapter: bool = False
+    """Write the LoRA adapter alone, in PEFT's format, instead of the merged weights."""

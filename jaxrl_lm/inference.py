@@ -10,15 +10,18 @@ from typing import Any, NamedTuple
 import jax
 import optax
 
+from jaxrl_lm.assemble import load_model, lora_of
 from jaxrl_lm.checkpoint import Checkpoints
+from jaxrl_lm.checks import moves_reference
 from jaxrl_lm.config import EvalConfig, ExportConfig, GenerateConfig, GRPOConfig, PromptOptions, SamplingOptions
 from jaxrl_lm.data import default_buckets, read_rows
 from jaxrl_lm.encode import EncodedPrompts
 from jaxrl_lm.evaluate import evaluate, probe, probe_message
-from jaxrl_lm.models import Model, save
+from jaxrl_lm.models import LoraConfig, Model, merge, save, save_adapter
 from jaxrl_lm.optim import optimizer_of
 from jaxrl_lm.options import from_dict
-from jaxrl_lm.prepare import build_plan, drop_notes, encode_with, load_model, make_sampler, make_sampling
+from jaxrl_lm.prepare import build_plan, drop_notes, encode_with, make_sampler, make_sampling
+from jaxrl_lm.reward_model import open_reward_models
 from jaxrl_lm.rewards import resolve_all
 from jaxrl_lm.rollout import EVAL, Sampler
 from jaxrl_lm.sharding import Plan
@@ -26,11 +29,18 @@ from jaxrl_lm.steps import compile_steps, state_shardings
 from jaxrl_lm.types import Params
 
 
+class Adapter(NamedTuple):
+    params: Params
+    config: LoraConfig
+    base: str  # the model that it is added to
+
+
 class Loaded(NamedTuple):
     model: Model
-    params: Params
+    params: Params  # an adapter is merged into them
     tokenizer: Any
     generation: dict[str, Any]
+    adapter: Adapter | None = None
 
 
 def restore_policy(
@@ -44,9 +54,13 @@ def restore_policy(
     model, params, tokenizer, generation = load_model(
         config.model, plan, dtype=dtype or config.dtype, param_dtype=config.param_dtype, remat=config.remat
     )
-    del params
+    lora = lora_of(config)
+    if lora is None:
+        del params
     _, tx = optimizer_of(config, total_steps=1 + config.warmup_steps)
-    abstract, layouts = state_shardings(model, plan, tx, config.param_dtype)
+    abstract, layouts = state_shardings(
+        model, plan, tx, config.param_dtype, lora=lora, critic=config.critic, reference=moves_reference(config)
+    )
     target = jax.tree.map(lambda x, layout: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=layout), abstract, layouts)
     with Checkpoints(Path(run) / "checkpoints", best_metric=config.best_metric, read_only=True) as checkpoints:
         if best:
@@ -54,7 +68,10 @@ def restore_policy(
             if step is None:
                 raise ValueError(f"{run}: no checkpoint has a best_metric (best_metric={config.best_metric!r})")
         state, _ = checkpoints.restore(target, step=step)
-    return Loaded(model, state.params["policy"], tokenizer, generation)
+    policy = state.params["policy"]
+    if lora is None:
+        return Loaded(model, policy, tokenizer, generation)
+    return Loaded(model, merge(params, policy, lora), tokenizer, generation, Adapter(policy, lora, config.model))
 
 
 def is_run(path: str | Path) -> bool:
@@ -144,7 +161,7 @@ def run_generate(config: GenerateConfig) -> list[dict[str, Any]]:
     prompts = encode_with(config, loaded.tokenizer, rows, "dataset")
     say(drop_notes({"dataset": prompts}, config.max_prompt_length))
     sampler = make_inference(config, loaded, plan, [prompts])
-    decode_params, key = sampler.steps.prepare_decode(loaded.params), _key(config.seed, plan)
+    decode_params, key = sampler.steps.prepare_decode(loaded.params, None), _key(config.seed, plan)
     out = []
     for start in range(0, len(prompts.ids), config.prompts_per_step):
         indices = list(range(start, min(start + config.prompts_per_step, len(prompts.ids))))
@@ -170,8 +187,8 @@ def run_eval(config: EvalConfig) -> dict[str, float]:
         raise ValueError("eval_dataset: no set is given (--eval_dataset.NAME SOURCE)")
     if not config.eval_reward_functions:
         raise ValueError("eval_reward_functions: no reward function is given")
-    functions = resolve_all(list(config.eval_reward_functions))
     plan = build_plan(config.mesh)
+    functions = resolve_all(*open_reward_models(config.eval_reward_functions, plan=plan, dtype=config.dtype))
     loaded = load_any(config.model, plan, dtype=config.dtype)
     sets = {
         name: encode_with(config, loaded.tokenizer, read_rows(source, name=name), f"eval_dataset {name!r}")
@@ -179,7 +196,7 @@ def run_eval(config: EvalConfig) -> dict[str, float]:
     }
     say(drop_notes(sets, config.max_prompt_length))
     sampler = make_inference(config, loaded, plan, list(sets.values()))
-    decode_params, key = sampler.steps.prepare_decode(loaded.params), _key(config.seed, plan)
+    decode_params, key = sampler.steps.prepare_decode(loaded.params, None), _key(config.seed, plan)
     output = Path(config.output) if config.output else None
     if output:
         output.mkdir(parents=True, exist_ok=True)
@@ -216,6 +233,12 @@ def run_eval(config: EvalConfig) -> dict[str, float]:
 def run_export(config: ExportConfig) -> Path:
     """Writes the policy of a run's checkpoint as a Hugging Face directory; returns its path."""
     loaded = restore_policy(config.run, build_plan({"fsdp": -1}), step=config.step, best=config.best)
+    if config.adapter:
+        if loaded.adapter is None:
+            raise ValueError(f"adapter: {config.run} was trained without lora_rank, there is no adapter to export")
+        params, lora, base = loaded.adapter
+        save_adapter(config.directory, loaded.model, params, lora, base)
+        return Path(config.directory)
     save(
         config.directory,
         loaded.model,

@@ -7,7 +7,6 @@ is made of is put together in `prepare.py`; a resumed run continues bit for bit 
 import contextlib
 import json
 import signal
-import tempfile
 import time
 import tomllib
 from collections.abc import Callable, Iterator, Sequence
@@ -17,23 +16,24 @@ from typing import Any, NamedTuple
 import jax
 import numpy as np
 
-from jaxrl_lm import metrics as metric
+from jaxrl_lm.assemble import copy_params
 from jaxrl_lm.checkpoint import Checkpoints, rewind
+from jaxrl_lm.checks import moves_reference, needs_reference, updates_per_step
+from jaxrl_lm.clock import Clock
+from jaxrl_lm.collect import Collected, collect
 from jaxrl_lm.config import GRPOConfig
-from jaxrl_lm.data import batch_indices
-from jaxrl_lm.evaluate import evaluate, probe, probe_message, reward_table
+from jaxrl_lm.credit import Credit
+from jaxrl_lm.evaluate import evaluate, probe, probe_message
+from jaxrl_lm.host import Host, make_host
+from jaxrl_lm.learn import learn
 from jaxrl_lm.models import Model
 from jaxrl_lm.options import check_resume, from_dict, to_toml
-from jaxrl_lm.prepare import Setup, copy_params, prepare, updates_per_step
+from jaxrl_lm.prepare import Setup, prepare
 from jaxrl_lm.report import Reporter
-from jaxrl_lm.rewards import RewardError, combine, reward_metrics
-from jaxrl_lm.rollout import EVAL, TRAIN, Sampled
+from jaxrl_lm.rewards import RewardError
+from jaxrl_lm.rollout import EVAL
 from jaxrl_lm.types import Frozen, TrainState
 from jaxrl_lm.update import Objective
-
-
-class NonFiniteError(FloatingPointError):
-    """A loss or gradient was NaN or infinite; the message names the step and the file with the batch."""
 
 
 class Run(NamedTuple):
@@ -45,7 +45,8 @@ class Run(NamedTuple):
     state: TrainState
     step: int
     metrics: list[dict[str, float]]  # of the steps taken by this call
-    stopped: str | None  # the signal that ended it early
+    stopped: str | None  # what ended it early: a signal, or a spent kl_budget
+    interrupted: bool  # by a signal: the same command goes on
 
 
 def train(
@@ -63,9 +64,15 @@ def train(
     for the algorithm's. Raises ValueError for options, files and rows that do not fit, RewardError, CheckpointError and
     NonFiniteError for what goes wrong later; earlier checkpoints stay valid.
     """
-    setup = prepare(
-        config, reward_functions=reward_functions, dataset=dataset, advantages=advantages, objective=objective
+    if config.seeds != 1:
+        raise ValueError(f"seeds={config.seeds}: train makes one run; `train_seeds` and the command line make several")
+    return run(
+        prepare(config, reward_functions=reward_functions, dataset=dataset, advantages=advantages, objective=objective)
     )
+
+
+def run(setup: Setup) -> Run:
+    """The run that has been prepared, see `train`."""
     config, history = setup.config, []
     with contextlib.ExitStack() as stack:
         stop = stack.enter_context(_on_signal(signal.SIGTERM))
@@ -74,7 +81,7 @@ def train(
                 setup.directory / "checkpoints", keep_last=config.save_total_limit, best_metric=config.best_metric
             )
         )
-        setup, state, frozen, done, tokens, notes = _start(setup, checkpoints)
+        setup, host, state, frozen, done, notes = _start(setup, checkpoints)
         report = stack.enter_context(
             Reporter(
                 setup.directory,
@@ -86,22 +93,25 @@ def train(
         for note in (*setup.notes, *notes):
             report.message(note)
         if done == 0:
-            _before_first_step(setup, state, report)
-        step, save_time = done, 0.0
-        for step in range(done + 1, setup.total_steps + 1):
+            _before_first_step(setup, state, frozen, report)
+        step, save_time, spent = done, 0.0, host.spent
+        before = host.state()  # of the last whole step
+        for step in range(done + 1, setup.total_steps + 1) if spent is None else ():
             try:
-                state, values, table = _step(setup, state, frozen, step)
+                state, values, table = _step(setup, host, state, frozen, step)
             except RewardError:
                 if step > 1:  # nothing of the steps before is lost
-                    _save(setup, checkpoints, step - 1, state, tokens, {})
+                    _save(setup, checkpoints, step - 1, state, before, {})
                     checkpoints.wait()
                 raise
-            tokens += values.pop("tokens")
-            values |= {"num_tokens": tokens, "time/checkpoint": save_time}
-            last = step == setup.total_steps
+            values["time/checkpoint"] = save_time
+            state = _move_reference(setup, state, step)
+            state, spent = _within_limits(setup, host, state, values, report)
+            before = host.state()
+            last = step == setup.total_steps or spent is not None
             evaluates = config.eval_steps and setup.eval_sets and (step % config.eval_steps == 0 or last)
             if evaluates:
-                values |= _evaluate(setup, state, step)
+                values |= _evaluate(setup, state, frozen, step)
             if config.completions_steps and (step % config.completions_steps == 0 or last):
                 report.completions(step, table())
             report.log(step, values)
@@ -109,19 +119,23 @@ def train(
             stopping = last or bool(stop)  # read once: what is decided here is what is said below
             save_time = time.perf_counter()
             if stopping or (config.save_steps and step % config.save_steps == 0) or config.best_metric in values:
-                _save(setup, checkpoints, step, state, tokens, values)
+                _save(setup, checkpoints, step, state, before, values)
             save_time = time.perf_counter() - save_time
             if stopping:
                 break
         checkpoints.wait()
-        if step < setup.total_steps:
+        if spent is not None:
+            report.message(f"step {step}: {spent}; the run ends here")
+        elif step < setup.total_steps:
             report.message(f"{stop[0]}: saved step {step}; the same command goes on from there")
-    return Run(setup.directory, setup.model, setup.tokenizer, state, step, history, stop[0] if stop else None)
+    interrupted = bool(stop) and step < setup.total_steps and spent is None
+    stopped = stop[0] if interrupted else spent
+    return Run(setup.directory, setup.model, setup.tokenizer, state, step, history, stopped, interrupted)
 
 
-def _save(setup: Setup, checkpoints: Checkpoints, step: int, state: TrainState, tokens: int, values) -> None:
-    host = {"step": step, "tokens": tokens, "config": to_toml(setup.config), "data": setup.fingerprint}
-    checkpoints.save(step, state, host, metrics=values)
+def _save(setup: Setup, checkpoints: Checkpoints, step: int, state: TrainState, host: dict[str, Any], values) -> None:
+    table = {"step": step, "host": host, "config": to_toml(setup.config), "data": setup.fingerprint}
+    checkpoints.save(step, state, table, metrics=values)
 
 
 @contextlib.contextmanager
@@ -139,43 +153,45 @@ def _on_signal(number: signal.Signals) -> Iterator[list[str]]:
         signal.signal(number, before)
 
 
-def _start(setup: Setup, checkpoints: Checkpoints) -> tuple[Setup, TrainState, Frozen, int, int, list[str]]:
+def _start(setup: Setup, checkpoints: Checkpoints) -> tuple[Setup, Host, TrainState, Frozen, int, list[str]]:
     """The state to go on from: that of the latest checkpoint, or a fresh one. Files are rewound to it."""
-    config, notes, reference = setup.config, [], None
-    latest = checkpoints.latest()
+    config, notes, done, latest = setup.config, [], 0, checkpoints.latest()
+    host = make_host(config, setup.prompts.rows, setup.algorithm.beta)
+    key = jax.device_put(jax.random.key(config.seed), setup.steps.plan.replicated)
+    keeps = needs_reference(config) and not moves_reference(config)  # one that moves is part of the state
     if latest is None:
-        reference = copy_params(setup.params) if config.beta else None
-        key = jax.device_put(jax.random.key(config.seed), setup.steps.plan.replicated)
-        state, host = setup.steps.init(setup.params, key), {"step": 0, "tokens": 0}
+        frozen = Frozen(copy_params(setup.params["policy"]) if keeps else None, setup.base)
+        state = setup.steps.init(setup.params, key)
     else:
-        if config.beta:
-            reference = setup.params
-        else:
-            jax.tree.map(lambda leaf: leaf.delete(), setup.params)  # the restored state takes their place
-        host = checkpoints.restore_host()
-        earlier = from_dict(GRPOConfig, tomllib.loads(host["config"]), where="checkpoint")
+        frozen = Frozen(setup.params["policy"] if keeps else None, setup.base)
+        spare = {name: tree for name, tree in setup.params.items() if not (keeps and name == "policy")}
+        jax.tree.map(lambda leaf: leaf.delete(), spare)  # the restored state takes their place
+        saved = checkpoints.restore_host()
+        earlier = from_dict(type(config), tomllib.loads(saved["config"]), where="checkpoint")
         for name, (old, new) in check_resume(earlier, config).items():
             notes.append(f"resumed with {name}: {old!r} -> {new!r}")
-        if host["data"] != setup.fingerprint:
+        if saved["data"] != setup.fingerprint:
             raise ValueError(
                 f"{setup.directory}: the training prompts are not those that this run was started with (dataset, template "
                 "or tokenizer changed): restore them, or give another output_dir to start a new run"
             )
-        state, host = checkpoints.restore(setup.steps.abstract_state)
-        notes.append(f"resumed from step {host['step']}")
+        state, saved = checkpoints.restore(setup.steps.abstract_state)
+        host.load(saved["host"], rows=setup.prompts.rows)
+        done = saved["step"]
+        notes.append(f"resumed from step {done}")
     setup.directory.mkdir(parents=True, exist_ok=True)
-    rewind(setup.directory, host["step"] if latest is not None else -1)
+    rewind(setup.directory, done if latest is not None else -1)
     (setup.directory / "config.toml").write_text(to_toml(config))
-    return setup._replace(params=None), state, Frozen(reference=reference), host["step"], host["tokens"], notes
+    return setup._replace(params=None), host, state, frozen, done, notes
 
 
-def _before_first_step(setup: Setup, state: TrainState, report: Reporter) -> None:
+def _before_first_step(setup: Setup, state: TrainState, frozen: Frozen, report: Reporter) -> None:
     """The probe of training prompts, and the evaluation that later ones are compared with."""
     config = setup.config
     if config.probe_prompts:
         found = probe(
             setup.sampler,
-            setup.steps.prepare_decode(state.params["policy"]),
+            setup.steps.prepare_decode(state.params["policy"], frozen.base),
             state.key,
             setup.prompts,
             setup.rewards,
@@ -185,7 +201,7 @@ def _before_first_step(setup: Setup, state: TrainState, report: Reporter) -> Non
         (setup.directory / "probe.json").write_text(json.dumps(found, indent=2) + "\n")
         report.message(probe_message(found))
     if config.eval_steps and setup.eval_sets:
-        values = _evaluate(setup, state, 0)
+        values = _evaluate(setup, state, frozen, 0)
         if config.best_metric is not None and config.best_metric not in values:
             raise ValueError(
                 f"best_metric={config.best_metric!r} is no metric of the evaluation; there are {', '.join(values)}"
@@ -193,10 +209,10 @@ def _before_first_step(setup: Setup, state: TrainState, report: Reporter) -> Non
         report.log(0, values)
 
 
-def _evaluate(setup: Setup, state: TrainState, step: int) -> dict[str, float]:
+def _evaluate(setup: Setup, state: TrainState, frozen: Frozen, step: int) -> dict[str, float]:
     """Metrics of every evaluation set; what each prompt got goes to eval/<set>/step_<n>.jsonl."""
     config, values = setup.config, {}
-    decode_params = setup.steps.prepare_decode(state.params["policy"])
+    decode_params = setup.steps.prepare_decode(state.params["policy"], frozen.base)
     for number, (name, prompts) in enumerate(setup.eval_sets.items()):
         found = evaluate(
             setup.sampler,
@@ -218,166 +234,104 @@ def _evaluate(setup: Setup, state: TrainState, step: int) -> dict[str, float]:
     return values
 
 
-def _step(setup: Setup, state: TrainState, frozen: Frozen, step: int):
+def _step(setup: Setup, host: Host, state: TrainState, frozen: Frozen, step: int):
     """One step of sampling and its updates: the new state, its metrics, and a function that makes the completion table."""
-    config, clock = setup.config, _Clock()
+    config, clock = setup.config, Clock()
     with clock("generate"):
-        indices = batch_indices(
-            len(setup.prompts.ids),
-            seed=config.seed,
-            position=(step - 1) * config.prompts_per_step,
-            count=config.prompts_per_step,
-        )
-        sampled = setup.sampler(
-            setup.steps.prepare_decode(state.params["policy"]),  # of the newest weights, each step anew
-            state.key,
-            setup.prompts,
-            indices.tolist(),
-            purpose=TRAIN,
-            step=step,
-            temperature=config.temperature,
-            policy_step=int(state.step),
-        )
-    with clock("reward"):
-        values = reward_table(setup.rewards, sampled, config.num_generations)
-        returns, valid = combine(
-            values,
-            [function.weight for function in setup.rewards],
-            group_size=config.num_generations,
-            aggregation=config.multi_objective_aggregation,
-        )
-    logged = _reward_metrics(setup, sampled, values, returns, valid)
-    with clock("score"):
-        old, ref, kl = _score(setup, state, frozen, sampled)
-        if kl is not None and config.kl_in == "reward":
-            returns = returns - config.beta * kl
-            logged["kl"] = float(kl.sum() / max(sum(map(len, sampled.completion_ids)), 1))
-    with clock("update"):
-        place = setup.steps.place
-        advantages = setup.steps.advantages(place(returns.astype(np.float32)), valid=place(valid))
-        state, trained = _learn(setup, state, frozen, sampled, advantages, place(valid), old, ref, step)
-    generated = sum(map(len, sampled.completion_ids))
-    trained_tokens = updates_per_step(config) * generated
-    logged |= trained | clock.metrics() | {
-        "learning_rate": float(setup.schedule(int(state.step) - 1)),
-        "tokens_per_second/generate": generated / clock.seconds["generate"],
-        "tokens_per_second/train": trained_tokens / clock.seconds["update"],
-        "tokens": generated + config.num_generations * sum(len(setup.prompts.ids[i]) for i in indices),
-    }  # fmt: skip
-
-    def table() -> list[dict[str, Any]]:
-        host = jax.device_get(
-            (advantages, sampled.rollout.turn_ids, sampled.rollout.policy_step, sampled.rollout.action_mask)
-        )
-        return _completion_rows(setup, sampled, values, *host)
-
-    return state, logged, table
-
-
-class _Clock:
-    """Seconds of each part of a step."""
-
-    def __init__(self):
-        self.seconds: dict[str, float] = {}
-
-    @contextlib.contextmanager
-    def __call__(self, name: str) -> Iterator[None]:
-        start = time.perf_counter()
-        yield
-        self.seconds[name] = time.perf_counter() - start
-
-    def metrics(self) -> dict[str, float]:
-        return {f"time/{name}": value for name, value in self.seconds.items()} | {
-            "step_time": sum(self.seconds.values())
-        }
-
-
-def _score(setup: Setup, state: TrainState, frozen: Frozen, sampled: Sampled):
-    """Old log-probs where several updates need them, the reference's where there is one, and a KL a row."""
-    config, rollout = setup.config, sampled.rollout
-    start = rollout.tokens.shape[1] - config.max_completion_length
-    in_reward = frozen.reference is not None and config.kl_in == "reward"
-    score = lambda params: (
-        setup.steps.score(params, rollout.tokens, rollout.segment_ids, sampled.temperature, start).logprobs
+        decode_params = setup.steps.prepare_decode(state.params["policy"], frozen.base)  # of the newest weights
+    collected = collect(setup, host, decode_params, state.key, step=step, policy_step=int(state.step), clock=clock)
+    del decode_params
+    learned = learn(setup, host, state, frozen, collected, step=step, clock=clock)
+    state, found = learned.state, learned.metrics
+    trained_tokens = (
+        found["updates"]
+        / updates_per_step(config)
+        * config.num_iterations
+        * sum(map(len, collected.judged.sampled.completion_ids))
     )
-    # A KL compares two scorers: the sampler's rounding must not look like a distance.
-    current = score(state.params["policy"]) if updates_per_step(config) > 1 or in_reward else None
-    ref = score(frozen.reference) if frozen.reference is not None else None
-    kl = None
-    if in_reward:
-        kl = np.asarray(setup.steps.kl_sums(current, ref, rollout.action_mask), np.float64)
-    old = current if updates_per_step(config) > 1 else None
-    return old, ref if config.kl_in == "loss" else None, kl
+    host.tokens += collected.generated + collected.prompt_tokens
+    values = collected.metrics | found | clock.metrics() | {
+        "learning_rate": host.lr_scale * float(setup.schedule(int(state.step) - 1)),
+        "tokens_per_second/generate": collected.generated / clock.seconds["generate"],
+        "tokens_per_second/train": trained_tokens / clock.seconds["update"],
+        "num_tokens": host.tokens,
+    }  # fmt: skip
+    return state, values | _steer(setup, host, values), lambda: _completion_rows(setup, collected, learned.credit)
 
 
-def _learn(setup: Setup, state, frozen, sampled, advantages, valid, old, ref, step: int):
-    """num_iterations passes over the minibatches; the metrics of all updates together."""
-    config, steps = setup.config, setup.steps
-    rows = config.prompts_per_step * config.num_generations
-    size = config.minibatch_completions or rows
-    merged, updates = None, 0
-    for _ in range(config.num_iterations):
-        for first in range(0, rows, size):
-            chosen = steps.place(np.arange(first, first + size, dtype=np.int32))
-            batch = steps.minibatch(sampled.rollout, sampled.temperature, advantages, valid, old, ref, chosen)
-            state, found = steps.update(state, frozen, batch)
-            if float(found["nonfinite"].value):
-                path = _keep_batch(setup.directory, step, batch)
-                raise NonFiniteError(
-                    f"step {step}, update {updates + 1}: the loss or its gradient is not finite; the batch is in {path}. "
-                    "Lower learning_rate or max_grad_norm, or look for the rows at fault"
-                )
-            merged = found if merged is None else metric.merge(merged, found)
-            updates += 1
-    values = metric.result(merged)
-    values["loss"] /= updates  # the one total that is not divided yet
-    del values["nonfinite"]
-    return state, values
+def _steer(setup: Setup, host: Host, values: dict[str, float]) -> dict[str, float]:
+    """Moves what follows the measurements of a step, and logs where it stands."""
+    config, found = setup.config, {}
+    per_completion = values.get("kl", float("nan")) * values["completions/mean_length"]
+    host.adapt(
+        config,
+        kl=per_completion,
+        entropy=values.get("entropy", float("nan")),
+        completions=config.prompts_per_step * config.num_generations,
+    )
+    if config.target_kl is not None:
+        found["kl_coef"] = host.kl_coef
+    if config.target_entropy is not None:
+        found["entropy_coef"] = host.entropy_bonus
+    if "kl" in values:
+        found["sqrt_kl"] = max(per_completion, 0.0) ** 0.5
+    return found
 
 
-def _keep_batch(directory: Path, step: int, batch) -> Path:
-    path = directory / f"nonfinite_step_{step:06d}.npz"
-    arrays = {name: np.asarray(value) for name, value in batch._asdict().items() if value is not None}
-    with tempfile.NamedTemporaryFile(dir=directory, suffix=".npz", delete=False) as file:
-        np.savez(file, **arrays)
-    Path(file.name).replace(path)
-    return path
+def _move_reference(setup: Setup, state: TrainState, step: int) -> TrainState:
+    """The state whose reference has followed the policy, or become it."""
+    config = setup.config
+    if config.reference_ema is not None:
+        ema = config.reference_ema
+    elif config.reference_reset_steps is not None and step % config.reference_reset_steps == 0:
+        ema = 0.0
+    else:
+        return state
+    reference = setup.steps.follow(state.extra["reference"], state.params["policy"], setup.steps.place(np.float32(ema)))
+    return state._replace(extra=state.extra | {"reference": reference})
 
 
-def _reward_metrics(setup: Setup, sampled: Sampled, values, returns, valid) -> dict[str, float]:
-    """Rewards and lengths, in the names that dashboards have."""
-    group = setup.config.num_generations
-    sources = [row.get("data_source") for row in sampled.rows]
-    groups = [returns[g : g + group][valid[g : g + group]] for g in range(0, len(returns), group)]
-    # Equality decides about zero spread: the rounding of a mean would leave a tiny std.
-    spread = np.array([one.std(ddof=1) if np.ptp(one) > 0 else 0.0 for one in groups if len(one) > 1])
-    # Of what was asked for, not of the scaled returns, whose mean is 0 under normalize_then_sum.
-    plain = np.nansum(values * [function.weight for function in setup.rewards], axis=1)
-    sizes = np.array([len(ids) for ids in sampled.completion_ids])
-    ended = sizes[~sampled.truncated]
-    return {
-        **reward_metrics(setup.rewards, values, returns, sources if any(sources) else None, setup.config.true_reward),
-        "reward": float(plain[valid].mean()) if valid.any() else float("nan"),
-        "reward_std": float(spread.mean()) if len(spread) else float("nan"),
-        "frac_reward_zero_std": float((spread == 0).mean()) if len(spread) else float("nan"),
-        "frac_reward_abstained": float((~valid).mean()),
-        "completions/mean_length": float(sizes.mean()),
-        "completions/min_length": float(sizes.min()),
-        "completions/max_length": float(sizes.max()),
-        "completions/mean_terminated_length": float(ended.mean()) if len(ended) else float("nan"),
-        "completions/clipped_ratio": float(sampled.truncated.mean()),
-    }
+def _within_limits(setup: Setup, host: Host, state: TrainState, values: dict[str, float], report: Reporter):
+    """The state, and why the run ends here; None where it goes on. Says what it changes."""
+    config = setup.config
+    gap = values.get("sampling/logp_difference/mean", 0.0)
+    if setup.scored_rule is not setup.batch_rule and not host.scored and gap > config.max_sampler_gap:
+        host.scored = True
+        report.message(
+            f"sampler and scorer differ by {gap:.3g} nats a token, more than max_sampler_gap={config.max_sampler_gap}: "
+            "from now on batches are scored, and weighted by sampler_correction="
+            f"{setup.scored_rule.sampler_correction}"
+        )
+    if config.kl_budget is None:
+        return state, None
+    if "sqrt_kl" not in values:
+        raise ValueError(
+            "kl_budget needs the metric kl: log it in your objective (nats a token), or leave kl_budget out"
+        )
+    if not values["sqrt_kl"] ** 2 > config.kl_budget / host.lr_scale:
+        return state, None
+    spent = f"{values['sqrt_kl'] ** 2:.3g} nats a completion from the initial policy"
+    if config.kl_budget_action == "stop":
+        host.spent = f"kl_budget={config.kl_budget} is spent: {spent}"
+        return state, host.spent
+    host.lr_scale /= 2
+    report.message(f"{spent}: the learning rate is halved, to {host.lr_scale:g} of the schedule's")
+    scale = setup.steps.place(np.float32(host.lr_scale))
+    return state._replace(extra=state.extra | {"lr_scale": scale}), None
 
 
-def _completion_rows(
-    setup: Setup, sampled: Sampled, values, advantages, turn_ids, policy_step, mask
-) -> list[dict[str, Any]]:
+def _completion_rows(setup: Setup, collected: Collected, credit: Credit) -> list[dict[str, Any]]:
+    judged, sampled = collected.judged, collected.judged.sampled
+    rollout = sampled.rollout
+    advantages, turn_ids, policy_step, mask = jax.device_get(
+        (credit.advantages, rollout.turn_ids, rollout.policy_step, rollout.action_mask)
+    )
     return [
         {
             "prompt": sampled.prompts[n] if isinstance(sampled.prompts[n], str) else json.dumps(sampled.prompts[n]),
             "completion": sampled.texts[n],
-            **{f.name: None if np.isnan(v) else float(v) for f, v in zip(setup.rewards, values[n], strict=True)},
-            "advantage": float(advantages[n]),
+            **{f.name: None if np.isnan(v) else float(v) for f, v in zip(setup.rewards, judged.values[n], strict=True)},
+            "advantage": float(advantages[n][mask[n]].mean()) if mask[n].any() else 0.0,
             "truncated": bool(sampled.truncated[n]),
             "turn_ids": turn_ids[n][mask[n]],
             "policy_step": policy_step[n][mask[n]],

@@ -39,3 +39,34 @@ def std(x: Shaped[Array, "*s"], mask: Bool[Array, "*s"], axis=None, keepdims: bo
     positive = (count > ddof) & (variance > 0)
     root = jnp.where(positive, jnp.sqrt(jnp.where(positive, variance, 1.0)), 0.0)
     return root if keepdims else jnp.squeeze(root, axis=axis)
+
+
+def has_spread(x: Shaped[Array, "*s"], mask: Bool[Array, "*s"], axis=None) -> Bool[Array, "..."]:
+    """Whether the values over the mask differ, the reduced axes kept with size 1.
+
+    Equality of the raw values decides: a rounded mean would leave noise to be divided by a small number. A NaN among
+    them counts as spread, so that it shows.
+    """
+    low = jnp.min(select(x, mask, jnp.inf), axis=axis, keepdims=True)
+    high = jnp.max(select(x, mask, -jnp.inf), axis=axis, keepdims=True)
+    return ~(high <= low)
+
+
+def whiten(
+    x: Shaped[Array, "*s"],
+    mask: Bool[Array, "*s"],
+    axis=None,
+    *,
+    eps: float = 1e-8,
+    ddof: int = 1,
+    shift_mean: bool = True,
+) -> Float[Array, "*s"]:
+    """(x − mean) / (std + eps) over the mask; 0 elsewhere, and exactly 0 where the values are all equal.
+
+    `shift_mean=False` adds the mean back, as in TRL and verl. Departs from them: eps stands beside the std, not beside
+    the variance.
+    """
+    spread = mask & has_spread(x, mask, axis)
+    below = jnp.where(spread, jnp.broadcast_to(std(x, mask, axis, True, ddof=ddof) + eps, x.shape), 1.0)
+    white = jnp.where(spread, centre(x, mask, axis), 0.0) / below
+    return white if shift_mean else select(white + mean(x, mask, axis, keepdims=True), mask)

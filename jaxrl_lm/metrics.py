@@ -1,6 +1,7 @@
 """Metrics that add across microbatches and devices and divide once, at the end.
 
-A step returns a dict of `Mean`, `Sum`, `Max` and `Min`; `merge` adds two such dicts, `result` turns one into floats.
+A step returns a dict of `Mean`, `Sum`, `Max`, `Min` and `Covariance`; `merge` adds two such dicts, `result` turns one
+into floats.
 """
 
 from typing import NamedTuple
@@ -32,7 +33,16 @@ class Min(NamedTuple):
     value: Shaped[Array, ""]
 
 
-Metric = Mean | Sum | Max | Min
+class Covariance(NamedTuple):
+    """E[xy] − E[x] E[y] from four sums."""
+
+    products: Shaped[Array, ""]
+    x: Shaped[Array, ""]
+    y: Shaped[Array, ""]
+    weight: Shaped[Array, ""]
+
+
+Metric = Mean | Sum | Max | Min | Covariance
 Metrics = dict[str, Metric]
 
 
@@ -51,6 +61,12 @@ def min_of(x: Shaped[Array, "*s"], mask: Bool[Array, "*s"]) -> Min:
     return Min(jnp.min(masked.select(x, mask, jnp.inf)))
 
 
+def covariance_of(x: Shaped[Array, "*s"], y: Shaped[Array, "*s"], mask: Bool[Array, "*s"]) -> Covariance:
+    """Covariance of x and y over the mask."""
+    x, y = masked.select(x, mask), masked.select(y, mask)
+    return Covariance(jnp.sum(x * y), jnp.sum(x), jnp.sum(y), jnp.sum(mask, dtype=jnp.float32))
+
+
 def merge(a: Metrics, b: Metrics) -> Metrics:
     """The metrics of both parts together. Raises KeyError when the parts measured different things."""
     different = {name for name in a.keys() | b.keys() if type(a.get(name)) is not type(b.get(name))}
@@ -60,20 +76,21 @@ def merge(a: Metrics, b: Metrics) -> Metrics:
 
 
 def _merge_one(a: Metric, b: Metric) -> Metric:
-    if isinstance(a, Mean):
-        return Mean(a.total + b.total, a.weight + b.weight)
-    if isinstance(a, Sum):
-        return Sum(a.total + b.total)
+    if isinstance(a, Mean | Sum | Covariance):
+        return type(a)(*(one + other for one, other in zip(a, b, strict=True)))
     return type(a)((jnp.maximum if isinstance(a, Max) else jnp.minimum)(a.value, b.value))
 
 
 def result(metrics: Metrics) -> dict[str, float]:
-    """Plain floats; a Mean of weight 0 is NaN, an empty Max or Min is NaN too."""
+    """Plain floats; a Mean or Covariance of weight 0 is NaN, an empty Max or Min is NaN too."""
     out = {}
     for name, metric in metrics.items():
         if isinstance(metric, Mean):
             weight = float(metric.weight)
             out[name] = float(metric.total) / weight if weight else float("nan")
+        elif isinstance(metric, Covariance):
+            products, x, y, weight = map(float, metric)
+            out[name] = products / weight - x / weight * (y / weight) if weight else float("nan")
         elif isinstance(metric, Sum):
             out[name] = float(metric.total)
         else:

@@ -4,32 +4,33 @@
 """
 
 import dataclasses
-import functools
 import hashlib
 from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
 import jax
-import jax.numpy as jnp
 
 from jaxrl_lm import algos
+from jaxrl_lm.assemble import load_model, lora_of, make_batch_rules, make_credit, make_objective, trained_params
+from jaxrl_lm.batch import BatchRule
 from jaxrl_lm.checks import (
     check,
     check_held_out,
     check_own,
     check_rewards,
     check_routes,
+    moves_reference,
     resolve_algorithm,
     updates_per_step,
 )
 from jaxrl_lm.config import GRPOConfig, PromptOptions, SamplingConfig
 from jaxrl_lm.data import default_buckets, read_rows
 from jaxrl_lm.encode import EncodedPrompts, encode_prompts
-from jaxrl_lm.models import Model, eos_token_ids, generation_config, load
-from jaxrl_lm.objectives import PolicyObjective
+from jaxrl_lm.models import Model, eos_token_ids
 from jaxrl_lm.optim import optimizer_of
 from jaxrl_lm.options import from_dict
+from jaxrl_lm.reward_model import open_reward_models
 from jaxrl_lm.rewards import RewardFunction, resolve_all
 from jaxrl_lm.rollout import Sampler
 from jaxrl_lm.sharding import Plan, make_mesh
@@ -45,7 +46,11 @@ class Setup(NamedTuple):
     config: GRPOConfig
     directory: Path
     model: Model
-    params: Params
+    params: dict[str, Params]  # what is trained, by name
+    base: Params | None  # under LoRA: the weights below the adapter
+    algorithm: algos.Preset  # every choice resolved
+    batch_rule: BatchRule
+    scored_rule: BatchRule  # once the sampler is too far from the scorer
     tokenizer: Any
     generation: dict[str, Any]  # the generation config that came with the model
     steps: Steps
@@ -104,15 +109,6 @@ def build_plan(mesh: dict[str, int]) -> Plan:
     return Plan(make_mesh(mesh))
 
 
-def load_model(name: str, plan: Plan, *, dtype: str | None, param_dtype: str, remat: str | None):
-    """Model, parameters, tokenizer and generation config, with the machine's defaults for dtype and remat."""
-    cpu = jax.default_backend() == "cpu"
-    compute = dtype or ("float32" if cpu else "bfloat16")
-    model, params, tokenizer = load(name, plan=plan, dtype=param_dtype, compute_dtype=compute)
-    config = dataclasses.replace(model.config, remat=remat or ("dots" if cpu else "full"))
-    return dataclasses.replace(model, config=config), params, tokenizer, generation_config(name)
-
-
 def make_sampling(config: Any, tokenizer, generation: dict[str, Any]) -> SamplingConfig:
     """The static part of sampling, from a config with max_completion_length, top_k, top_p and min_p."""
     eos = eos_token_ids(generation, tokenizer)
@@ -146,6 +142,7 @@ def make_sampler(
 
 def compile_run(
     config: GRPOConfig,
+    algorithm: algos.Preset,
     model: Model,
     plan: Plan,
     sampling: SamplingConfig,
@@ -155,38 +152,25 @@ def compile_run(
     objective: Objective | None,
 ) -> tuple[Steps, Callable[[int], Any]]:
     """The compiled steps of a run, and its learning-rate schedule."""
-    algorithm = resolve_algorithm(config)
     rows = config.prompts_per_step * config.num_generations
     minibatch = config.minibatch_completions or rows
     schedule, tx = optimizer_of(config, total_steps=total_updates)
-    if objective is None:
-        objective = PolicyObjective(
-            completion_columns=config.max_completion_length,
-            clip_low=algorithm.epsilon,
-            clip_high=algorithm.epsilon_high,
-            delta=config.delta,
-            level=algorithm.importance_sampling_level,
-            beta=config.beta if config.kl_in == "loss" else 0.0,
-            kl_estimator=config.kl_estimator or "k3",
-            score_chunk=config.score_chunk,
-        )
-    if advantages is None:
-        advantages = functools.partial(algos.group_advantages, scale=algorithm.scale_rewards)
     steps = compile_steps(
         model,
         plan,
-        objective=objective,
+        objective=objective or make_objective(config, algorithm),
         tx=tx,
         param_dtype=config.param_dtype,
         rows=rows,
         sampling=sampling,
-        advantages=functools.partial(advantages, group_size=config.num_generations),
-        over=algorithm.loss_agg_mode,
-        mask_truncated=config.mask_truncated_completions,
+        credit=make_credit(config, algorithm, advantages),
         microbatches=minibatch // (config.microbatch_completions or minibatch),
         score_chunk=config.score_chunk,
         score_rows_at_once=config.microbatch_completions or minibatch,
         kl_estimator=config.kl_estimator or "k1",
+        lora=lora_of(config),
+        critic=config.critic,
+        reference=moves_reference(config),
     )
     return steps, schedule
 
@@ -194,6 +178,76 @@ def compile_run(
 def _names(given: tuple[str, ...], rewards: Sequence[RewardFunction]) -> tuple[str, ...]:
     """The reward option that a run is resumed by: as given, or the names of functions that the caller passed."""
     return given if len(given) == len(rewards) else tuple(function.name for function in rewards)
+
+
+class Rewards(NamedTuple):
+    train: tuple[RewardFunction, ...]
+    evaluate: tuple[RewardFunction, ...]
+
+
+def open_rewards(
+    config: GRPOConfig, reward_functions: Sequence[Callable[..., Any]] | None, plan: Plan
+) -> tuple[GRPOConfig, Rewards]:
+    """The functions that the options name, or the caller's, and the config with their names."""
+    given, eval_given = open_reward_models(
+        reward_functions if reward_functions is not None else config.reward,
+        config.eval_reward_functions,
+        plan=plan,
+        dtype=config.dtype,
+    )
+    rewards = resolve_all(given, config.reward_weights)
+    config = dataclasses.replace(config, reward=_names(config.reward, rewards))
+    return config, Rewards(rewards, resolve_all(eval_given) if eval_given else rewards)
+
+
+class Data(NamedTuple):
+    """Encoded prompts, and the padded lengths that hold them."""
+
+    prompts: EncodedPrompts
+    eval_sets: dict[str, EncodedPrompts]
+    buckets: tuple[int, ...]
+
+
+Rows = list[dict[str, Any]]
+
+
+def read_data(config: GRPOConfig, dataset: Any, rewards: Rewards) -> tuple[Rows, dict[str, Rows]]:
+    """Rows of the training set and of the evaluation sets, whose routes to rewards are checked."""
+    rows = read_rows(dataset if dataset is not None else config.dataset, name="dataset")
+    check_routes(rewards.train, rows, "dataset")
+    eval_rows = {name: read_rows(source, name=f"eval_dataset {name!r}") for name, source in config.eval_dataset.items()}
+    for name, held in eval_rows.items():
+        check_routes(rewards.evaluate, held, f"eval_dataset {name!r}")
+    return rows, eval_rows
+
+
+def encode_data(config: GRPOConfig, tokenizer: Any, rows: Rows, eval_rows: dict[str, Rows]) -> Data:
+    """The prompts as tokens. Raises ValueError for a held-out prompt that is trained on, or that fits no bucket."""
+    prompts = encode_with(config, tokenizer, rows, "dataset")
+    eval_sets = {
+        name: encode_with(config, tokenizer, held, f"eval_dataset {name!r}") for name, held in eval_rows.items()
+    }
+    check_held_out(prompts, eval_sets)
+    lengths = [len(ids) for encoded in (prompts, *eval_sets.values()) for ids in encoded.ids]
+    buckets = tuple(sorted(config.prompt_buckets)) or default_buckets(lengths)
+    if max(lengths) > buckets[-1]:
+        raise ValueError(
+            f"prompt_buckets={buckets}: the longest prompt has {max(lengths)} tokens; add a bucket that holds it"
+        )
+    return Data(prompts, eval_sets, buckets)
+
+
+def start_notes(config: GRPOConfig, model: Model, tokenizer, data: Data, trained, base, plan: Plan) -> list[str]:
+    """What a run says before its first step."""
+    size = lambda tree: f"{sum(leaf.size for leaf in jax.tree.leaves(tree)) / 1e6:.1f} M parameters"
+    below = f" on {size(base)}" if base is not None else ""
+    return [
+        *drop_notes({"dataset": data.prompts, **data.eval_sets}, config.max_prompt_length),
+        *vocabulary_notes(model, tokenizer),
+        f"{len(data.buckets)} declared prompt bucket(s) {list(data.buckets)} + {config.max_completion_length} new tokens: "
+        "each step of the program compiles once a bucket",
+        f"{size(trained)}{below}, {len(data.prompts.ids)} training prompts, mesh {dict(plan.mesh.shape)}",
+    ]
 
 
 def prepare(
@@ -207,70 +261,52 @@ def prepare(
     """Everything of a run before its first step. Raises ValueError, naming option, file or row, for what does not fit."""
     # Values that Python code gave get the same check as those of files and command lines.
     config = from_dict(type(config), dataclasses.asdict(config), where="config")
-    plan = build_plan(config.mesh)
-    rewards = resolve_all(reward_functions if reward_functions is not None else config.reward, config.reward_weights)
-    eval_rewards = resolve_all(config.eval_reward_functions) if config.eval_reward_functions else rewards
-    config = dataclasses.replace(config, reward=_names(config.reward, rewards))
+    plan, lora = build_plan(config.mesh), lora_of(config)
+    config, rewards = open_rewards(config, reward_functions, plan)
     check(config, plan.batch_ways)
     check_own(config, advantages=advantages, objective=objective)
-    check_rewards(config, rewards)
-    rows = read_rows(dataset if dataset is not None else config.dataset, name="dataset")
-    check_routes(rewards, rows, "dataset")
-    eval_rows = {name: read_rows(source, name=f"eval_dataset {name!r}") for name, source in config.eval_dataset.items()}
-    for name, held in eval_rows.items():
-        check_routes(eval_rewards, held, f"eval_dataset {name!r}")
-
+    check_rewards(config, rewards.train)
+    rows, eval_rows = read_data(config, dataset, rewards)
     model, params, tokenizer, generation = load_model(
         config.model, plan, dtype=config.dtype, param_dtype=config.param_dtype, remat=config.remat
     )
-    prompts = encode_with(config, tokenizer, rows, "dataset")
-    eval_sets = {
-        name: encode_with(config, tokenizer, held, f"eval_dataset {name!r}") for name, held in eval_rows.items()
-    }
-    check_held_out(prompts, eval_sets)
-    lengths = [len(ids) for encoded in (prompts, *eval_sets.values()) for ids in encoded.ids]
-    buckets = tuple(sorted(config.prompt_buckets)) or default_buckets(lengths)
-    if max(lengths) > buckets[-1]:
-        raise ValueError(
-            f"prompt_buckets={buckets}: the longest prompt has {max(lengths)} tokens; add a bucket that holds it"
-        )
-
-    sampling = make_sampling(config, tokenizer, generation)
+    data = encode_data(config, tokenizer, rows, eval_rows)
+    sampling, algorithm = make_sampling(config, tokenizer, generation), resolve_algorithm(config)
     total_steps = config.max_steps or 100
     if config.num_epochs is not None:
-        total_steps = max(1, round(config.num_epochs * len(prompts.ids) / config.prompts_per_step))
-    steps, schedule = compile_run(
-        config,
-        model,
-        plan,
-        sampling,
-        total_updates=total_steps * updates_per_step(config),
-        advantages=advantages,
-        objective=objective,
+        total_steps = max(1, round(config.num_epochs * len(data.prompts.ids) / config.prompts_per_step))
+    own = {"advantages": advantages, "objective": objective}
+    total_updates = total_steps * updates_per_step(config)
+    steps, schedule = compile_run(config, algorithm, model, plan, sampling, total_updates=total_updates, **own)
+    batch_rule, scored_rule = make_batch_rules(config, algorithm, tokenizer)
+    trained, base = trained_params(config, model, params, plan, lora)
+    return Setup(
+        config=config,
+        directory=Path(config.output_dir),
+        model=model,
+        params=trained,
+        base=base,
+        algorithm=algorithm,
+        batch_rule=batch_rule,
+        scored_rule=scored_rule,
+        tokenizer=tokenizer,
+        generation=generation,
+        steps=steps,
+        sampler=make_sampler(
+            steps,
+            config,
+            tokenizer,
+            sampling,
+            buckets=data.buckets,
+            prompts=config.prompts_per_step,
+            vocab=model.config.vocab_size,
+        ),
+        schedule=schedule,
+        prompts=data.prompts,
+        eval_sets=data.eval_sets,
+        rewards=rewards.train,
+        eval_rewards=rewards.evaluate,
+        total_steps=total_steps,
+        fingerprint=fingerprint(data.prompts),
+        notes=start_notes(config, model, tokenizer, data, trained, base, plan),
     )
-    sampler = make_sampler(
-        steps,
-        config,
-        tokenizer,
-        sampling,
-        buckets=buckets,
-        prompts=config.prompts_per_step,
-        vocab=model.config.vocab_size,
-    )
-    notes = [
-        *drop_notes({"dataset": prompts, **eval_sets}, config.max_prompt_length),
-        *vocabulary_notes(model, tokenizer),
-    ]
-    notes.append(
-        f"{len(buckets)} declared prompt bucket(s) {list(buckets)} + {config.max_completion_length} new tokens: "
-        "each step of the program compiles once a bucket"
-    )
-    size = sum(leaf.size for leaf in jax.tree.leaves(params))
-    notes.append(f"{size / 1e6:.1f} M parameters, {len(prompts.ids)} training prompts, mesh {dict(plan.mesh.shape)}")
-    return Setup(config, Path(config.output_dir), model, params, tokenizer, generation, steps, sampler, schedule, prompts,
-                 eval_sets, rewards, eval_rewards, total_steps, fingerprint(prompts), notes)  # fmt: skip
-
-
-def copy_params(params: Params) -> Params:
-    """A second copy: the training state is donated to each update, the reference must outlive it."""
-    return jax.tree.map(jnp.copy, params)

@@ -1,4 +1,4 @@
-"""Log-probs and entropy of given tokens. The ONLY shift by one in the package stands here.
+"""Log-probs, entropy and values of given tokens. The ONLY shift by one in the package stands here.
 
 The logits of a whole batch never exist: the vocabulary head runs over chunks of columns, and the backward pass computes
 each chunk again.
@@ -6,9 +6,9 @@ each chunk again.
 
 import jax
 import jax.numpy as jnp
-from jaxtyping import Array, Float, Int32
+from jaxtyping import Array, Bool, Float, Int32
 
-from jaxrl_lm.models import Model, positions
+from jaxrl_lm.models import Model, heads, positions
 from jaxrl_lm.types import Params, Scores
 
 
@@ -20,6 +20,26 @@ def token_scores(logits: Float[Array, "N t V"], targets: Int32[Array, "N t"], te
     logprobs = logits - log_total
     entropy = -jnp.sum(jnp.exp(logprobs) * jnp.maximum(logprobs, jnp.finfo(logprobs.dtype).min), axis=-1)
     return Scores((chosen - log_total)[..., 0], entropy)
+
+
+def _states(
+    params: Params, tokens: Int32[Array, "N T"], segment_ids: Int32[Array, "N T"], *, model: Model, start: int
+) -> tuple[Float[Array, "N t D"], Bool[Array, "N t"]]:
+    """The hidden state before each token from column `start` on, and whether it stands in the token's segment.
+
+    Raises ValueError if start is not in [1, T).
+    """
+    columns = tokens.shape[1]
+    if not 1 <= start < columns:
+        raise ValueError(f"start={start} is outside [1, {columns}): column 0 has nothing before it")
+    hidden, _ = model.hidden(params, tokens, positions(segment_ids), segment_ids)
+    real = (segment_ids[:, start:] > 0) & (segment_ids[:, start:] == segment_ids[:, start - 1 : -1])
+    return hidden[:, start - 1 : -1], real  # the shift: column t−1 predicts token t
+
+
+def _place(values: Float[Array, "N t"], real: Bool[Array, "N t"], start: int) -> Float[Array, "N T"]:
+    """Values of the columns from `start` on as facts about all T columns, 0 where there is nothing before."""
+    return jnp.pad(jnp.where(real, values, 0.0), ((0, 0), (start, 0)))
 
 
 def score(
@@ -37,17 +57,52 @@ def score(
     Columns before `start` (a prompt whose scores nobody reads), the first token of each segment and padding hold 0.
     `chunk` is the number of tokens whose logits exist at once. Raises ValueError if start is not in [1, T).
     """
-    rows, columns = tokens.shape
-    if not 1 <= start < columns:
-        raise ValueError(f"start={start} is outside [1, {columns}): column 0 has nothing before it")
-    hidden, _ = model.hidden(params, tokens, positions(segment_ids), segment_ids)
-    temperature = jnp.broadcast_to(jnp.asarray(temperature, jnp.float32), (rows,))
-    before, targets = hidden[:, start - 1 : -1], tokens[:, start:]  # the shift: column t−1 predicts token t
+    before, real = _states(params, tokens, segment_ids, model=model, start=start)
+    return _scores(params, before, tokens[:, start:], real, model, temperature, chunk, start)
 
-    width = min(columns - start, max(1, chunk // rows))
-    count = -(-(columns - start) // width)
+
+def values(
+    head: Params,
+    params: Params,
+    tokens: Int32[Array, "N T"],
+    segment_ids: Int32[Array, "N T"],
+    *,
+    model: Model,
+    start: int = 1,
+) -> Float[Array, "N T"]:
+    """The value of the state before tokens[n, t], tokens[n, :t] of its segment, at column t; float32, 0 as in `score`.
+
+    `params` are a critic's trunk, or a policy's weights that the head shares. Raises ValueError as `score`.
+    """
+    before, real = _states(params, tokens, segment_ids, model=model, start=start)
+    return _place(heads.apply(head, before), real, start)
+
+
+def score_with_values(
+    params: Params,
+    head: Params,
+    tokens: Int32[Array, "N T"],
+    segment_ids: Int32[Array, "N T"],
+    *,
+    model: Model,
+    temperature: Float[Array, "N"] | float = 1.0,
+    chunk: int = 2048,
+    start: int = 1,
+) -> tuple[Scores, Float[Array, "N T"]]:
+    """What `score` and `values` give for a shared trunk, from one forward pass. Raises ValueError as `score`."""
+    before, real = _states(params, tokens, segment_ids, model=model, start=start)
+    scores = _scores(params, before, tokens[:, start:], real, model, temperature, chunk, start)
+    return scores, _place(heads.apply(head, before), real, start)
+
+
+def _scores(params, before, targets, real, model: Model, temperature, chunk: int, start: int) -> Scores:
+    """Scores of the targets from the hidden states before them, a chunk of columns at a time."""
+    rows, columns = targets.shape
+    temperature = jnp.broadcast_to(jnp.asarray(temperature, jnp.float32), (rows,))
+    width = min(columns, max(1, chunk // rows))
+    count = -(-columns // width)
     split = lambda x: (
-        jnp.pad(x, ((0, 0), (0, count * width - x.shape[1]), *((0, 0),) * (x.ndim - 2)))
+        jnp.pad(x, ((0, 0), (0, count * width - columns), *((0, 0),) * (x.ndim - 2)))
         .reshape(rows, count, width, *x.shape[2:])
         .swapaxes(0, 1)
     )
@@ -57,7 +112,5 @@ def score(
         return None, token_scores(model.unembed(params, part[0]), part[1], temperature)
 
     _, scores = jax.lax.scan(one, None, (split(before), split(targets)))
-    real = (segment_ids[:, start:] > 0) & (segment_ids[:, start:] == segment_ids[:, start - 1 : -1])
-    join = lambda x: x.swapaxes(0, 1).reshape(rows, count * width)[:, : columns - start]
-    place = lambda x: jnp.pad(jnp.where(real, join(x), 0.0), ((0, 0), (start, 0)))
-    return Scores(place(scores.logprobs), place(scores.entropy))
+    join = lambda x: x.swapaxes(0, 1).reshape(rows, count * width)[:, :columns]
+    return Scores(*(_place(join(x), real, start) for x in scores))

@@ -10,6 +10,7 @@ from typing import Any, NamedTuple
 
 import jax
 
+from jaxrl_lm.assemble import load_model
 from jaxrl_lm.config import SFTConfig
 from jaxrl_lm.data import batch_indices, pad_rows, read_rows
 from jaxrl_lm.encode import EncodedPairs, encode_completions
@@ -17,7 +18,7 @@ from jaxrl_lm.metrics import result
 from jaxrl_lm.models import Model, eos_token_ids
 from jaxrl_lm.objectives import SFTObjective
 from jaxrl_lm.optim import optimizer_of
-from jaxrl_lm.prepare import build_plan, load_model
+from jaxrl_lm.prepare import build_plan
 from jaxrl_lm.steps import Steps, compile_steps
 from jaxrl_lm.types import Frozen, Params, TrainState
 
@@ -90,7 +91,7 @@ def sft_steps(setup: SFTSetup) -> Iterator[tuple[int, TrainState, dict[str, floa
     """
     config, steps = setup.config, setup.steps
     key = jax.device_put(jax.random.key(config.seed), steps.plan.replicated)
-    state = steps.init(setup.params, key)
+    state = steps.init({"policy": setup.params}, key)
     for step in range(1, config.max_steps + 1):
         position = (step - 1) * config.rows_per_step
         indices = batch_indices(len(setup.data.pairs), seed=config.seed, position=position, count=config.rows_per_step)

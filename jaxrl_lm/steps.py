@@ -1,7 +1,7 @@
 """The only file that calls jax.jit: what is compiled, with which layouts, and what is donated.
 
-`compile_steps` binds the pure functions of generate, score, update and algos to a model, a mesh and the static options,
-and gives one record of compiled functions. Each compiles once a bucket of prompt lengths.
+`compile_steps` binds the pure functions of generate, score, credit, batch and update to a model, a mesh and the static
+options, and gives one record of compiled functions. Each compiles once a bucket of prompt lengths.
 """
 
 import dataclasses
@@ -15,31 +15,49 @@ import optax
 from jaxtyping import Array, Bool, Float, Int32
 
 from jaxrl_lm import algos
+from jaxrl_lm.batch import BatchRule, Coefficients, Rated
 from jaxrl_lm.config import SamplingConfig
+from jaxrl_lm.credit import Credit, CreditRule, Outcomes
 from jaxrl_lm.generate import generate, prepare_decode
-from jaxrl_lm.models import Model, decode_specs
-from jaxrl_lm.score import score
+from jaxrl_lm.models import (
+    LoraConfig,
+    Model,
+    attach,
+    critic_specs,
+    decode_specs,
+    lora_specs,
+    row_scores,
+    trunk_model,
+    value_specs,
+)
+from jaxrl_lm.score import score, values
 from jaxrl_lm.sharding import Plan
-from jaxrl_lm.types import Params, PolicyBatch, Requests, Rollout, Scores, SFTBatch, TrainState
-from jaxrl_lm.update import Objective, cut, update
+from jaxrl_lm.types import CriticBatch, Params, PolicyBatch, Requests, Rollout, Scores, SFTBatch, TrainState
+from jaxrl_lm.update import Objective, adapted, cut, update
+
+BATCH = 1 << 30  # the purpose of keys that batches are built with; the others stand in rollout/sampler.py
 
 
 @dataclasses.dataclass(frozen=True)
 class Steps:
-    """Compiled functions. Arrays come and go with their rows split over the mesh's batch axes."""
+    """Compiled functions. Arrays come and go with their rows split over the mesh's batch axes.
+
+    `policy` is the tree that is trained: all weights, or the adapter, then `base` holds the weights under it.
+    """
 
     plan: Plan
     abstract_state: TrainState  # shapes, dtypes and shardings: the target of a restore
-    init: Callable[..., TrainState]  # (params, key); the params are donated
-    prepare_decode: Callable[..., Params]  # (params)
+    init: Callable[..., TrainState]  # (params by name, key); the params are donated
+    prepare_decode: Callable[..., Params]  # (policy, base)
     row_keys: Callable[..., jax.Array]  # (key, purpose, step) -> [N]
     generate: Callable[..., Rollout]  # (decode params, requests, stops)
-    score: Callable[..., Any]  # (params, tokens, segment_ids, temperature)
-    kl_sums: Callable[..., jax.Array]  # (logprobs, ref_logprobs, mask) -> [N], for a KL in the reward
-    advantages: Callable[..., jax.Array] | None  # (returns, valid=...)
-    minibatch: Callable[..., PolicyBatch]  # (rollout, temperature, advantages, valid, old, ref, rows)
+    score: Callable[..., Scores]  # (policy, base, tokens, segment_ids, temperature, start)
+    values: Callable[..., jax.Array]  # (params by name, base, tokens, segment_ids, start)
+    credit: Callable[..., Credit]  # (returns, valid, rollout, current, ref, kl_coefficient, values, greedy_returns)
+    minibatch: Callable[..., Any]  # (rated, coefficients, key, number, rows, rule)
     sft_batch: Callable[..., SFTBatch]  # (tokens, segment_ids, mask)
     update: Callable[..., Any]  # (state, frozen, batch)
+    follow: Callable[..., Params]  # (reference, policy, ema): the moved reference, whose old one is donated
 
     def place(self, tree: Any) -> Any:
         """Host arrays on the mesh, rows split; scalars on every device."""
@@ -47,51 +65,61 @@ class Steps:
         return jax.tree.map(put, tree)
 
 
-def take_minibatch(
-    rollout: Rollout,
-    temperature: Float[Array, "N"],
-    advantages: Float[Array, "N"],
+def score_rows(
+    policy, base, tokens, segment_ids, temperature, start: int, *, model: Model, lora, chunk: int, size: int
+) -> Scores:
+    """Scores of many rows, `size` rows at a time, so that scoring needs no more memory than an update's forward pass."""
+    params = policy if lora is None else attach(base, policy, lora)
+    one = lambda part: score(params, *part[:2], model=model, temperature=part[2], chunk=chunk, start=start)
+    return _by_rows(one, (tokens, segment_ids, temperature), size)
+
+
+def value_rows(
+    params, base, tokens, segment_ids, start: int, *, model: Model, lora, shared: bool, size: int
+) -> Float[Array, "N T"]:
+    """Values of many rows, `size` rows at a time: of the critic, or of its head on the policy."""
+    head = params["critic"]["head"]
+    if shared:
+        trunk = params["policy"] if lora is None else attach(base, params["policy"], lora)
+    else:
+        trunk, model = params["critic"]["trunk"], trunk_model(model)
+    one = lambda part: values(head, trunk, *part, model=model, start=start)
+    return _by_rows(one, (tokens, segment_ids), size)
+
+
+def _by_rows(function: Callable[[Any], Any], arrays: tuple, size: int) -> Any:
+    shape = arrays[0].shape
+    out = jax.lax.map(function, cut(arrays, shape[0] // size))
+    return jax.tree.map(lambda x: x.swapaxes(0, 1).reshape(shape), out)
+
+
+def credit_rows(
+    returns: Float[Array, "N"],
     valid: Bool[Array, "N"],
-    old_logprobs: Float[Array, "N T"] | None,
-    ref_logprobs: Float[Array, "N T"] | None,
-    rows: Int32[Array, "B"],
+    rollout: Rollout,
+    current: Float[Array, "N T"] | None,
+    ref: Float[Array, "N T"] | None,
+    kl_coefficient: Float[Array, ""],
+    values: Float[Array, "N T"] | None,
+    greedy_returns: Float[Array, "N"] | None,
     *,
-    over: str,
-    length: int,
-    mask_truncated: bool,
-) -> PolicyBatch:
-    """The batch of one optimiser step: some rows of a rollout, with the weights of exactly these rows."""
-    take = lambda x: None if x is None else x[rows]
-    mask, truncated, learns = rollout.action_mask[rows], rollout.truncated[rows], valid[rows]
-    if mask_truncated:
-        learns = learns & ~truncated
-    return PolicyBatch(
-        tokens=take(rollout.tokens),
-        segment_ids=take(rollout.segment_ids),
-        action_mask=mask,
-        weights=algos.token_weights(mask, over=over, length=length, valid=learns),
-        temperature=take(temperature),
-        old_logprobs=take(old_logprobs),
-        sampler_logprobs=take(rollout.logprobs),
-        advantages=jnp.where(mask, advantages[rows][:, None], 0.0),
-        ref_logprobs=take(ref_logprobs),
-        truncated=truncated,
-        valid=learns,
+    rule: CreditRule,
+    estimator: str,
+) -> Credit:
+    """Credit of a rollout; with `ref` the KL to it is paid in the reward."""
+    mask = rollout.action_mask
+    kl = None if ref is None else algos.kl_estimate(current, ref, mask, estimator=estimator)
+    return rule(
+        Outcomes(returns, valid, mask, rollout.logprobs, rollout.turn_ids, kl, kl_coefficient, values, greedy_returns)
     )
 
 
-def score_rows(params, tokens, segment_ids, temperature, start: int, *, model: Model, chunk: int, size: int) -> Scores:
-    """Scores of many rows, `size` rows at a time, so that scoring needs no more memory than an update's forward pass."""
-    parts = cut((tokens, segment_ids, temperature), tokens.shape[0] // size)
-    one = lambda part: score(params, *part[:2], model=model, temperature=part[2], chunk=chunk, start=start)
-    return jax.tree.map(lambda x: x.swapaxes(0, 1).reshape(tokens.shape), jax.lax.map(one, parts))
-
-
-def kl_sums(
-    logprobs: Float[Array, "N T"], ref_logprobs: Float[Array, "N T"], mask: Bool[Array, "N T"], *, estimator: str
-) -> Float[Array, "N"]:
-    """A completion's KL: the sum of its tokens' estimates."""
-    return algos.kl_estimate(logprobs, ref_logprobs, mask, estimator=estimator).sum(1)
+def minibatch_rows(
+    rated: Rated, coefficients: Coefficients, key, number: Int32[Array, ""], rows: Int32[Array, "B"], rule: BatchRule
+) -> PolicyBatch | CriticBatch:
+    """The batch of update `number` of the run, which no other one shares its key with."""
+    key = jax.random.fold_in(jax.random.fold_in(key, BATCH), number)
+    return (rule if rated.values is None else rule.critic)(rated, coefficients, key, rows)
 
 
 def row_keys(key: jax.Array, purpose: Int32[Array, ""], step: Int32[Array, ""], *, rows: int) -> jax.Array:
@@ -100,20 +128,48 @@ def row_keys(key: jax.Array, purpose: Int32[Array, ""], step: Int32[Array, ""], 
     return jax.vmap(jax.random.fold_in, (None, 0))(key, jnp.arange(rows, dtype=jnp.int32))
 
 
+def follow(reference: Params, policy: Params, ema: Float[Array, ""]) -> Params:
+    """ema · reference + (1 − ema) · policy, in the weights' dtype."""
+    return jax.tree.map(lambda r, p: (ema * r + (1.0 - ema) * p).astype(r.dtype), reference, policy)
+
+
+def trained_specs(model: Model, *, lora: LoraConfig | None = None, critic: str = "none") -> dict[str, Any]:
+    """The declarations of all weights that are trained, by the name of their tree."""
+    specs = {"policy": model.specs if lora is None else lora_specs(model, lora)}
+    if critic == "none":
+        return specs
+    return specs | {"critic": {"head": value_specs(model.config)} if critic == "shared" else critic_specs(model)}
+
+
 def state_shardings(
-    model: Model, plan: Plan, tx: optax.GradientTransformation, dtype: str
+    model: Model,
+    plan: Plan,
+    tx: optax.GradientTransformation,
+    dtype: str,
+    *,
+    lora: LoraConfig | None = None,
+    critic: str = "none",
+    reference: bool = False,
 ) -> tuple[TrainState, TrainState]:
-    """Shapes and layouts of the whole training state, from the weights' declarations alone."""
+    """Shapes and layouts of the whole training state, from the weights' declarations alone.
+
+    `reference`: the state holds a reference that moves, in the form of the policy's tree.
+    """
+    specs = trained_specs(model, lora=lora, critic=critic)
     key = jax.eval_shape(lambda: jax.random.key(0))
-    params = {"policy": jax.eval_shape(lambda k: model.init(k, dtype), key)}
-    layouts = {"policy": plan.tree(model.specs)}
+    is_spec = lambda node: hasattr(node, "axes")
+    params = jax.tree.map(lambda spec: jax.ShapeDtypeStruct(spec.shape, jnp.dtype(dtype)), specs, is_leaf=is_spec)
+    layouts = {name: plan.tree(tree) for name, tree in specs.items()}
     opt_state = jax.eval_shape(tx.init, params)
     opt_layouts = optax.tree.map_params(
         tx, lambda _, layout: layout, opt_state, layouts, transform_non_params=lambda _: plan.replicated
     )
+    extra, extra_layout = {"lr_scale": jax.ShapeDtypeStruct((), jnp.float32)}, {"lr_scale": plan.replicated}
+    if reference:
+        extra["reference"], extra_layout["reference"] = params["policy"], layouts["policy"]
     step = jax.ShapeDtypeStruct((), jnp.int32)
-    abstract = TrainState(step, params, opt_state, key, {})
-    return abstract, TrainState(plan.replicated, layouts, opt_layouts, plan.replicated, {})
+    abstract = TrainState(step, params, opt_state, key, extra)
+    return abstract, TrainState(plan.replicated, layouts, opt_layouts, plan.replicated, extra_layout)
 
 
 def compile_steps(
@@ -125,39 +181,55 @@ def compile_steps(
     param_dtype: str = "float32",
     rows: int,
     sampling: SamplingConfig | None = None,
-    advantages: Callable[..., jax.Array] | None = None,
+    credit: CreditRule | None = None,
     over: str = "token-mean",
-    mask_truncated: bool = False,
     microbatches: int = 1,
     score_chunk: int = 2048,
     score_rows_at_once: int | None = None,
     kl_estimator: str = "k1",
+    lora: LoraConfig | None = None,
+    critic: str = "none",
+    reference: bool = False,
 ) -> Steps:
     """Binds everything static and names every layout; nothing is compiled before its first call.
 
-    `rows` is the number of completions a step; `advantages(returns, valid=...)` gives one a row. Raises ValueError if
-    rows do not divide over the mesh. Scoring runs over `score_rows_at_once` rows at a time (None: all).
+    `rows` is the number of completions a step, `over` the reduction of supervised batches; `reference`: the state holds
+    a reference that moves. Raises ValueError if rows do not divide over the mesh. Scoring runs over
+    `score_rows_at_once` rows at a time (None: all).
     """
     if rows % plan.batch_ways:
         raise ValueError(f"{rows} rows do not divide over the {plan.batch_ways} devices of the mesh's batch axes")
-    if score_rows_at_once is not None and rows % score_rows_at_once:
+    size = score_rows_at_once or rows
+    if rows % size:
         raise ValueError(f"score_rows_at_once={score_rows_at_once} does not divide {rows} rows")
-    abstract, layouts = state_shardings(model, plan, tx, param_dtype)
+    abstract, layouts = state_shardings(model, plan, tx, param_dtype, lora=lora, critic=critic, reference=reference)
     policy, every, split = layouts.params["policy"], plan.replicated, plan.rows
+    base = None if lora is None else plan.tree(model.specs)
 
-    def start(params: Params, key: jax.Array) -> TrainState:
-        params = {"policy": params}
-        return TrainState(jnp.zeros((), jnp.int32), params, tx.init(params), key, {})
+    def start(params: dict[str, Params], key: jax.Array) -> TrainState:
+        extra = {"lr_scale": jnp.ones((), jnp.float32)}
+        if reference:
+            extra["reference"] = jax.tree.map(jnp.copy, params["policy"])
+        return TrainState(jnp.zeros((), jnp.int32), params, tx.init(params), key, extra)
+
+    def lay_out(policy: Params, base: Params | None) -> Params:
+        return prepare_decode(whole(policy, base), model=model)
 
     decode_layout = plan.for_decode().tree(decode_specs(model.config))
     with_layout = lambda x, layout: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=layout)
-    length = sampling.max_new_tokens if sampling else None
     bind = functools.partial
+    if lora is not None and objective is not None:
+        objective = adapted(objective, lora)
+    whole = lambda policy, base: policy if lora is None else attach(base, policy, lora)
     return Steps(
         plan=plan,
         abstract_state=jax.tree.map(with_layout, abstract, layouts),
-        init=jax.jit(start, in_shardings=(policy, every), out_shardings=layouts, donate_argnums=0),
-        prepare_decode=jax.jit(bind(prepare_decode, model=model), in_shardings=(policy,), out_shardings=decode_layout),
+        init=jax.jit(start, in_shardings=(layouts.params, every), out_shardings=layouts, donate_argnums=0),
+        prepare_decode=jax.jit(
+            lay_out,
+            in_shardings=(policy, base),
+            out_shardings=decode_layout,
+        ),
         row_keys=jax.jit(bind(row_keys, rows=rows), out_shardings=split),
         generate=jax.jit(
             bind(generate, model=model, sampling=sampling),
@@ -165,16 +237,19 @@ def compile_steps(
             out_shardings=split,
         ),
         score=jax.jit(
-            bind(score_rows, model=model, chunk=score_chunk, size=score_rows_at_once or rows),
-            static_argnums=4,
-            in_shardings=(policy, split, split, split),
+            bind(score_rows, model=model, lora=lora, chunk=score_chunk, size=size),
+            static_argnums=5,
+            in_shardings=(policy, base, split, split, split),
             out_shardings=split,
         ),
-        kl_sums=jax.jit(bind(kl_sums, estimator=kl_estimator), out_shardings=split),
-        advantages=jax.jit(advantages, out_shardings=split) if advantages else None,
-        minibatch=jax.jit(
-            bind(take_minibatch, over=over, length=length, mask_truncated=mask_truncated), out_shardings=split
+        values=jax.jit(
+            bind(value_rows, model=model, lora=lora, shared=critic == "shared", size=size),
+            static_argnums=4,
+            in_shardings=(layouts.params, base, split, split),
+            out_shardings=split,
         ),
+        credit=jax.jit(bind(credit_rows, rule=credit, estimator=kl_estimator), out_shardings=split),
+        minibatch=jax.jit(minibatch_rows, static_argnums=5, out_shardings=split),
         sft_batch=jax.jit(
             lambda tokens, segment_ids, mask: SFTBatch(tokens, segment_ids, algos.token_weights(mask, over=over)),
             out_shardings=split,
@@ -185,4 +260,14 @@ def compile_steps(
             out_shardings=(layouts, every),
             donate_argnums=0,
         ),
+        follow=jax.jit(follow, in_shardings=(policy, policy, every), out_shardings=policy, donate_argnums=0),
+    )
+
+
+def compile_row_scores(model: Model, plan: Plan) -> Callable[..., jax.Array]:
+    """(reward model's weights, tokens, segment_ids) -> its score of each row, on every device. Compiles once a shape."""
+    return jax.jit(
+        functools.partial(row_scores, model=model),
+        in_shardings=(plan.tree(critic_specs(model)), plan.rows, plan.rows),
+        out_shardings=plan.replicated,
     )

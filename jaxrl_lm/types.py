@@ -42,7 +42,7 @@ class Rollout(NamedTuple):
 
 
 class PolicyBatch(NamedTuple):
-    """What an objective reads. `weights` is computed once from the global batch, see `algos.token_weights`."""
+    """What an objective reads. Every term's weights are computed once from the global batch: see `batch.py`."""
 
     tokens: Int32[Array, "N T"]
     segment_ids: Int32[Array, "N T"]
@@ -54,7 +54,20 @@ class PolicyBatch(NamedTuple):
     advantages: Float[Array, "N T"]
     ref_logprobs: Float[Array, "N T"] | None
     truncated: Bool[Array, "N"]
-    valid: Bool[Array, "N"]  # False: the row abstains or pads the batch, and never learns
+    valid: Bool[Array, "N"]  # False: the row abstains, is filtered or pads the batch, and never learns
+    kl_weights: Float[Array, "N T"] | None = None  # of the KL to the reference in the loss, its coefficient included
+    entropy_weights: Float[Array, "N T"] | None = None  # of the entropy bonus, its coefficient included
+    old_kl_weights: Float[Array, "N T"] | None = None  # of a KL to the old policy (KL-Cov)
+    action_ids: Int32[Array, "N T"] | None = None  # tokens that share an id are one action; None: each is its own
+
+
+class CriticBatch(NamedTuple):
+    """A policy batch and what the critic learns from the same rows."""
+
+    policy: PolicyBatch
+    old_values: Float[Array, "N T"]  # value of the state before each token, when the rows were sampled
+    returns: Float[Array, "N T"]  # what they should have been
+    value_weights: Float[Array, "N T"]
 
 
 class SFTBatch(NamedTuple):
@@ -86,3 +99,4 @@ class Frozen(NamedTuple):
     """What a step reads and never changes."""
 
     reference: Params | None = None
+    base: Params | None = None  # under LoRA: the weights that the adapter is added to

@@ -12,7 +12,7 @@ import jax.numpy as jnp
 import optax
 
 from jaxrl_lm.metrics import Max, Mean, Metrics, Sum, merge
-from jaxrl_lm.models import Model
+from jaxrl_lm.models import LoraConfig, Model, attach
 from jaxrl_lm.types import Frozen, Params, TrainState
 
 # objective(params, frozen, batch, model=model) -> the sum of weighted terms, and metrics that add
@@ -56,6 +56,16 @@ def gradients(
     return grads, metrics
 
 
+def adapted(objective: Objective, lora: LoraConfig) -> Objective:
+    """The objective on the whole policy, as a function of its adapter: it need not know that there is one."""
+
+    def call(params: dict[str, Params], frozen: Frozen, batch: Any, *, model: Model):
+        whole = attach(frozen.base, params["policy"], lora)
+        return objective({**params, "policy": whole}, frozen, batch, model=model)
+
+    return call
+
+
 def update(
     state: TrainState,
     frozen: Frozen,
@@ -77,6 +87,8 @@ def update(
 
     def apply(_):
         updates, opt_state = tx.update(grads, state.opt_state, state.params)
+        if "lr_scale" in state.extra:  # what a budget has left of the learning rate
+            updates = jax.tree.map(lambda u: (state.extra["lr_scale"] * u).astype(u.dtype), updates)
         return optax.apply_updates(state.params, updates), opt_state
 
     params, opt_state = jax.lax.cond(finite, apply, lambda _: (state.params, state.opt_state), None)

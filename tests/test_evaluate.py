@@ -40,7 +40,7 @@ def weights(setup):
 
     key = jax.device_put(jax.random.key(0), setup.steps.plan.replicated)
     state = setup.steps.init(setup.params, key)
-    return setup.steps.prepare_decode(state.params["policy"]), state.key
+    return setup.steps.prepare_decode(state.params["policy"], None), state.key
 
 
 def planted(outcomes):

@@ -17,7 +17,7 @@ import pyarrow.parquet as pq
 import pytest
 import tiny_run
 
-from jaxrl_lm import GRPOConfig, loop
+from jaxrl_lm import GRPOConfig, learn, loop
 from jaxrl_lm.checkpoint import Checkpoints
 from jaxrl_lm.data import batch_indices
 from jaxrl_lm.inference import restore_policy
@@ -229,9 +229,10 @@ def test_each_step_compiles_once_a_bucket_and_evaluation_adds_none(straight):
     assert min(lengths) <= 8
     assert 0 < both < 4, "the second bucket must come into use after the first step and before the evaluation at step 5"
     counts = Counter(straight.compiled)
-    buckets = {name: counts[f"jit({name})"] for name in ("generate", "update", "take_minibatch", "score_rows")}
+    by_bucket = ("generate", "update", "minibatch_rows", "score_rows", "credit_rows")
+    buckets = {name: counts[f"jit({name})"] for name in by_bucket}
     assert buckets == dict.fromkeys(buckets, 2)
-    once = {name: counts[f"jit({name})"] for name in ("start", "prepare_decode", "row_keys", "group_advantages")}
+    once = {name: counts[f"jit({name})"] for name in ("start", "lay_out", "row_keys")}
     assert once == dict.fromkeys(once, 1)
     # After the first step only what takes the second bucket is compiled, then nothing but Orbax's slices of the shards
     # that the first checkpoint (after step 5) writes.
@@ -404,7 +405,7 @@ def test_a_non_finite_loss_stops_with_the_step_and_keeps_the_batch(options):
     huge.__name__ = "digits"
     changes = {"reward": (), "eval_steps": 0, "probe_prompts": 0, "eval_dataset": {}}
     functions = [huge, tiny_run.shortness, tiny_run.plus]
-    with pytest.raises(loop.NonFiniteError) as error:
+    with pytest.raises(learn.NonFiniteError) as error:
         tiny_run.run(options(**changes), reward_functions=functions)
     directory = Path(options()["output_dir"])
     path = directory / "nonfinite_step_000002.npz"
@@ -474,7 +475,7 @@ def live_tables(shape=(24, 32)):
     return sum(array.shape == shape and array.dtype == np.float32 for array in jax.live_arrays())
 
 
-@pytest.mark.parametrize(("beta", "copies"), [(0.0, 3), (0.5, 4)])  # weights and two moments; a reference
+@pytest.mark.parametrize(("beta", "copies"), [(0.0, 4), (0.5, 5)])  # weights, two moments, decoding; a reference
 def test_a_reference_is_in_memory_only_where_there_is_a_kl(beta, copies, options):
     """The KL in the reward: where that is 0, at step 2, advantages come from the KL alone."""
     quiet = {"eval_steps": 0, "probe_prompts": 0, "eval_dataset": {}, "reward": (), "prompt_buckets": (16,)}

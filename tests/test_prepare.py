@@ -41,7 +41,14 @@ def refused(options, tmp_path):
 
 # --- the algorithm ----------------------------------------------------------------------------------------------------
 
-PLAIN = {"scale_rewards": "group", "importance_sampling_level": "token", "epsilon": 0.2, "epsilon_high": 0.2}
+PLAIN = {
+    "scale_rewards": "group",
+    "importance_sampling_level": "token",
+    "epsilon": 0.2,
+    "epsilon_high": 0.2,
+    "beta": 0.05,
+    "sampler_correction": "token_truncate",  # several updates a batch: old log-probs are recomputed
+}
 
 
 @pytest.mark.parametrize(
@@ -53,9 +60,15 @@ PLAIN = {"scale_rewards": "group", "importance_sampling_level": "token", "epsilo
         ({"loss_type": "dr_grpo"}, {"loss_agg_mode": "seq-mean-token-sum-norm"}),  # the reduction alone
         ({"preset": "grpo"}, {"loss_agg_mode": "seq-mean-token-mean"}),
         ({"preset": "dr_grpo"}, {"loss_agg_mode": "seq-mean-token-sum-norm", "scale_rewards": "none"}),
-        ({"preset": "dapo"}, {"loss_agg_mode": "token-mean", "epsilon_high": 0.28}),
+        ({"preset": "dapo"}, {"loss_agg_mode": "token-mean", "epsilon_high": 0.28, "dynamic_sampling": True}),
         # Options given beside them win.
-        ({"preset": "dapo", "epsilon": 0.1}, {"loss_agg_mode": "token-mean", "epsilon": 0.1, "epsilon_high": 0.28}),
+        ({"preset": "dapo", "epsilon": 0.1, "dynamic_sampling": False},
+         {"loss_agg_mode": "token-mean", "epsilon": 0.1, "epsilon_high": 0.28}),
+        ({"num_iterations": 1, "minibatch_completions": None},
+         {"loss_agg_mode": "token-mean", "sampler_correction": "none"}),
+        ({"preset": "rloo", "beta": None}, {"advantage": "leave-one-out", "importance_sampling_level": "sequence-sum",
+         "loss_agg_mode": "seq-mean-token-mean", "beta": 0.05, "kl_in": "reward"}),
+        ({"actions": "ngram"}, {"loss_agg_mode": "token-mean", "importance_sampling_level": "action"}),
         ({"preset": "grpo", "epsilon": 0.1}, {"loss_agg_mode": "seq-mean-token-mean", "epsilon": 0.1, "epsilon_high": 0.1}),
         ({"epsilon": 0.1}, {"loss_agg_mode": "token-mean", "epsilon": 0.1, "epsilon_high": 0.1}),
         ({"epsilon": 0.1, "epsilon_high": 0.3}, {"loss_agg_mode": "token-mean", "epsilon": 0.1, "epsilon_high": 0.3}),
@@ -93,7 +106,7 @@ def test_updates_per_step(options):
         ({"mesh": {"fsdp": 3}}, "mesh={'fsdp': 3} does not multiply to the 8 devices"),
         ({"mesh": {"fdsp": 8}}, "mesh: unknown axis 'fdsp'; the axes are data, fsdp, tensor"),
         ({"mesh": {"tensor": 8}}, "mesh: tensor=8 does not divide the model's num_heads=2"),
-        ({"preset": "gpro"}, "preset='gpro' is unknown: use grpo, dr_grpo, dapo"),
+        ({"preset": "gpro"}, "preset='gpro' is unknown: use reinforce, reinforce_pp, rloo, "),
         ({"loss_type": "dpo"}, "loss_type='dpo' is unknown: use dapo, bnpo, grpo, dr_grpo"),
         ({"kl_estimator": "k1"}, "kl_estimator='k1' as a loss has an expected gradient of 0"),
         ({"reward": (), "reward_weights": ()}, "reward: no reward function is given"),

@@ -171,7 +171,9 @@ def test_a_start_outside_the_row_is_refused(model, params, start):
 
 
 def test_rows_scored_a_few_at_a_time_are_the_same_rows(by_chunk, head, params):
-    run = jax.jit(lambda params, *arrays: score_rows(params, *arrays, 1, model=head, chunk=2048, size=2))
+    run = jax.jit(
+        lambda params, *arrays: score_rows(params, None, *arrays, 1, model=head, lora=None, chunk=2048, size=2)
+    )
     scores = run(params, jnp.asarray(TOKENS), jnp.asarray(SEGMENTS), jnp.asarray(TEMPERATURE))
     for values, whole in zip(scores, by_chunk[2048][0], strict=True):
         np.testing.assert_allclose(values, whole, atol=2e-6)

@@ -12,7 +12,9 @@ import pytest
 from jax.sharding import AxisType, NamedSharding
 from jax.sharding import PartitionSpec as P
 
+from jaxrl_lm.batch import BatchRule, Coefficients, Rated
 from jaxrl_lm.config import SamplingConfig
+from jaxrl_lm.credit import CreditRule
 from jaxrl_lm.metrics import result
 from jaxrl_lm.models import build, decode_specs, decoder_specs
 from jaxrl_lm.models.layers import ParamSpec
@@ -20,7 +22,7 @@ from jaxrl_lm.objectives import PolicyObjective
 from jaxrl_lm.optim import make_optimizer
 from jaxrl_lm.sharding import RULES, Plan, make_mesh
 from jaxrl_lm.steps import compile_steps
-from jaxrl_lm.types import Frozen, Requests
+from jaxrl_lm.types import Frozen, Requests, Scores
 
 # --- meshes -----------------------------------------------------------------------------------------------------------
 
@@ -185,29 +187,35 @@ class Everything:
                 optax.constant_schedule(3e-3), max_grad_norm=1.0, weight_decay=0.1, b1=0.9, b2=0.95, eps=1e-3
             ),
             rows=ROWS,
+            credit=CreditRule(advantage="constant", group_size=1),
             sampling=SamplingConfig(max_new_tokens=NEW, eos_token_ids=(3, 17), pad_token_id=0),
         )
         params = jax.device_put(host_params(self.model), plan.tree(self.model.specs))
         self.layouts = jax.tree.map(lambda x: x.sharding, steps.abstract_state)
-        state = steps.init(params, jax.random.key(0))
+        state = steps.init({"policy": params}, jax.random.key(0))
         self.init_shardings = jax.tree.map(lambda x: x.sharding, state)
         self.params_deleted = [leaf.is_deleted() for leaf in jax.tree.leaves(params)]
 
-        decode_params = steps.prepare_decode(state.params["policy"])
+        decode_params = steps.prepare_decode(state.params["policy"], None)
         self.decode_shardings = jax.tree.map(lambda x: x.sharding, decode_params)
         keys = steps.row_keys(jax.random.key(5), np.int32(0), np.int32(0))
         limits = np.full(ROWS, NEW, np.int32)
         request = Requests(*steps.place((TOKENS, SEGMENTS)), keys, *steps.place((limits, TEMPERATURE, np.int32(2))))
         self.rollout = steps.generate(decode_params, request, None)
 
-        batch = steps.minibatch(
-            self.rollout,
-            request.temperature,
-            *steps.place((ADVANTAGES, np.ones(ROWS, bool))),
-            self.rollout.logprobs,
-            None,
-            steps.place(np.arange(ROWS, dtype=np.int32)),
+        rated = Rated(
+            rollout=self.rollout,
+            temperature=request.temperature,
+            credit=steps.credit(
+                *steps.place((ADVANTAGES, np.ones(ROWS, bool))), self.rollout, None, None, np.float32(0), None, None
+            ),
+            old=Scores(self.rollout.logprobs, self.rollout.logprobs),
+            values=None,
+            ref_logprobs=None,
         )
+        coefficients = Coefficients(*steps.place((np.float32(0), np.float32(0), np.float32(1))))
+        rows = steps.place(np.arange(ROWS, dtype=np.int32))
+        batch = steps.minibatch(rated, coefficients, state.key, np.int32(0), rows, BatchRule(keep_old=True))
         self.batch_shardings = {leaf.sharding for leaf in jax.tree.leaves(batch)}
         self.metrics, self.moments, self.params, self.donated = [], [], [], []
         self.compilations = []  # by update

@@ -11,6 +11,8 @@ import pytest
 
 from jaxrl_lm import objectives, steps
 from jaxrl_lm.algos import token_weights
+from jaxrl_lm.batch import BatchRule, Coefficients, Rated
+from jaxrl_lm.credit import Credit
 from jaxrl_lm.metrics import Mean, Sum, result
 from jaxrl_lm.models import build
 from jaxrl_lm.objectives import PolicyObjective, SFTObjective
@@ -40,7 +42,7 @@ def params(model):
     return jax.tree.map(one, model.specs, is_leaf=lambda leaf: hasattr(leaf, "axes"))
 
 
-def policy_batch(**fields):
+def policy_batch(beta=0.1, **fields):
     """A batch of random numbers, with NaN wherever nothing may be read."""
     rng = np.random.default_rng(1)
     hidden = lambda x: jnp.asarray(np.where(MASK, x, np.nan), jnp.float32)
@@ -58,7 +60,8 @@ def policy_batch(**fields):
         "truncated": jnp.zeros(ROWS, bool),
         "valid": jnp.ones(ROWS, bool),
     }
-    return PolicyBatch(**defaults | fields)
+    batch = PolicyBatch(**defaults | fields)
+    return batch if batch.ref_logprobs is None else batch._replace(kl_weights=beta * batch.weights)
 
 
 def state_of(params, tx):
@@ -73,7 +76,7 @@ def assert_trees_close(ours, theirs, relative):
 
 # --- microbatches -----------------------------------------------------------------------------------------------------
 
-OBJECTIVE = PolicyObjective(completion_columns=COLUMNS - PROMPT, beta=0.1)
+OBJECTIVE = PolicyObjective(completion_columns=COLUMNS - PROMPT)
 
 
 @pytest.fixture(scope="module")
@@ -122,7 +125,7 @@ def test_rows_without_weight_change_nothing(step, whole, params):
     valid = np.arange(ROWS) != 3
     weights = token_weights(jnp.asarray(MASK), over="seq-mean-token-mean", valid=jnp.asarray(valid))
     spoil = lambda x, value: jnp.asarray(np.where(valid[:, None], x, value))
-    base = policy_batch(weights=weights)
+    base = policy_batch(weights=weights, valid=jnp.asarray(valid))
     spoilt = base._replace(
         tokens=spoil(base.tokens, 5),
         old_logprobs=spoil(base.old_logprobs, np.float32(np.inf)),
@@ -270,7 +273,8 @@ def plain_policy_loss(logprobs, batch, *, low, high, delta, level, beta):
 )
 def test_the_policy_loss_is_its_formula(given_scores, model, options, over):
     options = {"low": 0.2, "high": 0.2, "delta": None, "level": "token", "beta": 0.0} | options
-    batch = policy_batch(weights=token_weights(jnp.asarray(MASK), over=over, length=COLUMNS - PROMPT))
+    weights = token_weights(jnp.asarray(MASK), over=over, length=COLUMNS - PROMPT)
+    batch = policy_batch(beta=options["beta"], weights=weights)
     logprobs = np.asarray(batch.old_logprobs) + np.random.default_rng(2).normal(size=MASK.shape) * 0.5
     entropy = np.where(MASK, 1.5, np.nan)
     objective = PolicyObjective(
@@ -279,7 +283,6 @@ def test_the_policy_loss_is_its_formula(given_scores, model, options, over):
         clip_high=options["high"],
         delta=options["delta"],
         level=options["level"],
-        beta=options["beta"],
     )
     call = lambda lp: objective(
         {"policy": {"logprobs": lp, "entropy": jnp.float32(entropy)}}, Frozen(), batch, model=model
@@ -377,27 +380,32 @@ def test_a_minibatch_has_the_weights_of_exactly_its_rows():
     )
     rows = [6, 1, 4, 2]
     valid = np.arange(ROWS) != 1
-    take = lambda mask_truncated: steps.take_minibatch(
-        rollout,
-        batch.temperature,
-        jnp.arange(ROWS, dtype=jnp.float32),
-        jnp.asarray(valid),
-        batch.old_logprobs,
-        None,
-        jnp.asarray(rows, jnp.int32),
-        over="token-mean",
-        length=COLUMNS - PROMPT,
-        mask_truncated=mask_truncated,
+    advantages = jnp.where(batch.action_mask, jnp.arange(ROWS, dtype=jnp.float32)[:, None], 0.0)
+    rated = Rated(
+        rollout=rollout,
+        temperature=batch.temperature,
+        credit=Credit(advantages, None, jnp.asarray(valid), None),
+        old=Scores(batch.old_logprobs, batch.old_logprobs),
+        values=None,
+        ref_logprobs=None,
     )
+    coefficients = Coefficients(*(jnp.float32(x) for x in (0.0, 0.0, 1.0)))
+
+    def take(mask_truncated):
+        rule = BatchRule(over="token-mean", mask_truncated=mask_truncated, keep_old=True)
+        return steps.minibatch_rows(
+            rated, coefficients, jax.random.key(0), jnp.int32(0), jnp.asarray(rows, jnp.int32), rule
+        )
+
     for mask_truncated, learning in ((False, [6, 4, 2]), (True, [6, 2])):
         mini = take(mask_truncated)
         np.testing.assert_array_equal(mini.tokens, np.asarray(number)[rows])
         np.testing.assert_array_equal(mini.sampler_logprobs, np.asarray(batch.sampler_logprobs)[rows])
         np.testing.assert_array_equal(mini.old_logprobs, np.asarray(batch.old_logprobs)[rows])
         assert mini.ref_logprobs is None
-        np.testing.assert_array_equal(mini.advantages, np.where(MASK[rows], np.float32(rows)[:, None], 0))
         np.testing.assert_array_equal(mini.valid, np.isin(rows, learning))
         expected = MASK[rows] & np.isin(rows, learning)[:, None]
+        np.testing.assert_array_equal(mini.advantages, np.where(expected, np.float32(rows)[:, None], 0))
         np.testing.assert_allclose(mini.weights, expected / expected.sum(), rtol=1e-6)
 
 

@@ -63,13 +63,13 @@ def compile_cache(directory):
             jax.config.update(name, value)
 
 
-def run(options, **arguments):
+def run(options, config="GRPOConfig", **arguments):
     """train() with these options: its Run and what it printed."""
     import jaxrl_lm
 
     printed = io.StringIO()
     with contextlib.redirect_stdout(printed):
-        run = jaxrl_lm.train(jaxrl_lm.GRPOConfig(**options), **arguments)
+        run = jaxrl_lm.train(getattr(jaxrl_lm, config)(**options), **arguments)
     return run, printed.getvalue()
 
 

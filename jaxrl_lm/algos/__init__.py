@@ -1,26 +1,112 @@
 """The mathematics: plain arrays in, plain arrays out, hyperparameters by keyword.
 
-Advantages -> `advantages.py`, ratios and clipping -> `surrogate.py`, KL -> `kl.py`, reductions -> `reduction.py`, named
-choices of these -> `presets.py`. Nothing here runs a model: see `objectives.py`.
+Advantages -> `advantages.py`, `returns.py`, `process.py`; rewards before them -> `shaping.py`, `groups.py`; ratios and
+clipping -> `surrogate.py`, `gates.py`, `corrections.py`; KL -> `kl.py`; entropy -> `entropy.py`, `token_scales.py`; critics
+-> `values.py`; reductions -> `reduction.py`; actions larger than tokens -> `actions.py`; named choices of these ->
+`presets.py`. Nothing here runs a model: see `objectives.py`.
 """
 
-from jaxrl_lm.algos.advantages import group_advantages
-from jaxrl_lm.algos.kl import kl_estimate
+from jaxrl_lm.algos.actions import action_sizes, action_starts, action_sum, from_start, ngram_actions, sequence_ids
+from jaxrl_lm.algos.advantages import (
+    accepted_advantages,
+    batch_whitened_advantages,
+    constant_baseline_advantages,
+    greedy_baseline_advantages,
+    group_advantages,
+    leave_one_out_advantages,
+    max_rl_advantages,
+    pass_at_k_advantages,
+)
+from jaxrl_lm.algos.corrections import sampler_correction
+from jaxrl_lm.algos.entropy import (
+    adaptive_entropy_coefficient,
+    clip_cov_mask,
+    covariance,
+    kl_cov_mask,
+    top_entropy_mask,
+)
+from jaxrl_lm.algos.gates import drift_mask, soft_gate_surrogate
+from jaxrl_lm.algos.groups import mixed_groups, outlier_rows, solve_histogram, squared_advantage_shares
+from jaxrl_lm.algos.kl import adaptive_coefficient, kl_estimate, mean_and_max_kl
 from jaxrl_lm.algos.passk import pass_at_k, same_outcome_share
-from jaxrl_lm.algos.presets import LOSS_TYPES, PRESETS, Preset
+from jaxrl_lm.algos.presets import LOSS_TYPES, PRESETS, Preset, Surrogate
+from jaxrl_lm.algos.process import process_advantages, turn_advantages
 from jaxrl_lm.algos.reduction import token_weights
-from jaxrl_lm.algos.surrogate import clip_metrics, clipped_surrogate, importance_ratio
+from jaxrl_lm.algos.returns import gae, returns_to_go, token_rewards
+from jaxrl_lm.algos.shaping import length_penalty, overlong_penalty, unlikeliness_rewards
+from jaxrl_lm.algos.surrogate import (
+    clip_metrics,
+    clipped_surrogate,
+    clipped_weight_surrogate,
+    importance_ratio,
+    policy_gradient,
+)
+from jaxrl_lm.algos.token_scales import (
+    critical_kl_weight,
+    entropy_shaped_scale,
+    gtpo_scale,
+    low_probability_scale,
+    normalise_scale,
+    planning_token_scale,
+)
+from jaxrl_lm.algos.values import explained_variance, value_loss
 
 __all__ = [
     "LOSS_TYPES",
     "PRESETS",
     "Preset",
+    "Surrogate",
+    "accepted_advantages",
+    "action_sizes",
+    "action_starts",
+    "action_sum",
+    "adaptive_coefficient",
+    "adaptive_entropy_coefficient",
+    "batch_whitened_advantages",
+    "clip_cov_mask",
     "clip_metrics",
     "clipped_surrogate",
+    "clipped_weight_surrogate",
+    "constant_baseline_advantages",
+    "covariance",
+    "critical_kl_weight",
+    "drift_mask",
+    "entropy_shaped_scale",
+    "explained_variance",
+    "from_start",
+    "gae",
+    "greedy_baseline_advantages",
     "group_advantages",
+    "gtpo_scale",
     "importance_ratio",
+    "kl_cov_mask",
     "kl_estimate",
+    "leave_one_out_advantages",
+    "length_penalty",
+    "low_probability_scale",
+    "max_rl_advantages",
+    "mean_and_max_kl",
+    "mixed_groups",
+    "ngram_actions",
+    "normalise_scale",
+    "outlier_rows",
+    "overlong_penalty",
     "pass_at_k",
+    "pass_at_k_advantages",
+    "planning_token_scale",
+    "policy_gradient",
+    "process_advantages",
+    "returns_to_go",
     "same_outcome_share",
+    "sampler_correction",
+    "sequence_ids",
+    "soft_gate_surrogate",
+    "solve_histogram",
+    "squared_advantage_shares",
+    "token_rewards",
     "token_weights",
+    "top_entropy_mask",
+    "turn_advantages",
+    "unlikeliness_rewards",
+    "value_loss",
 ]

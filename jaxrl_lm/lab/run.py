@@ -209,7 +209,7 @@ def timed(setup: SFTSetup, seconds: float) -> Iterator[tuple[float, int, TrainSt
 def _judge(judge: Setup, state: TrainState) -> dict[str, float]:
     return evaluate(
         judge.sampler,
-        judge.steps.prepare_decode(state.params["policy"]),
+        judge.steps.prepare_decode(state.params["policy"], None),
         state.key,
         judge.eval_sets["test"],
         judge.eval_rewards,

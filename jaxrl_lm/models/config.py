@@ -1,6 +1,7 @@
 """What a model is: one frozen, hashable record for the whole Llama-shaped family."""
 
 import dataclasses
+import math
 
 
 @dataclasses.dataclass(frozen=True)
@@ -18,6 +19,41 @@ class LinearRope:
     """Positions divided by `factor`."""
 
     factor: float
+
+
+PROJECTIONS = ("q", "k", "v", "o", "gate", "up", "down")
+"""The linear layers of a block, by the short names that LoRA's targets use."""
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class LoraConfig:
+    """Which linear layers get a low-rank adapter, of which rank and scale (Hu et al., 2021).
+
+    `targets` are names of PROJECTIONS or "all"; they are stored in that order, each once. `rslora` divides alpha by
+    the rank's square root (Kalajdzievski, 2023), so that the output's size does not depend on the rank. Raises
+    ValueError for a rank below 1, an alpha that is not above 0, and unknown or no targets.
+    """
+
+    rank: int = 16
+    alpha: float = 32.0
+    targets: tuple[str, ...] = ("all",)
+    rslora: bool = False
+
+    def __post_init__(self):
+        unknown = sorted(set(self.targets) - {*PROJECTIONS, "all"})
+        if unknown or not self.targets:
+            raise ValueError(f"lora targets={self.targets}: give some of {', '.join(PROJECTIONS)}, or all")
+        if self.rank < 1:
+            raise ValueError(f"lora rank={self.rank}: must be at least 1")
+        if not 0 < self.alpha < math.inf:
+            raise ValueError(f"lora alpha={self.alpha}: must be above 0 and finite")
+        chosen = tuple(name for name in PROJECTIONS if name in self.targets or "all" in self.targets)
+        object.__setattr__(self, "targets", chosen)
+
+    @property
+    def scale(self) -> float:
+        """What the product of the two factors is multiplied by."""
+        return self.alpha / (math.sqrt(self.rank) if self.rslora else self.rank)
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)

@@ -15,8 +15,8 @@ import jax.numpy as jnp
 from flax import nnx
 from jaxtyping import Array, Bool, Float, Int, Shaped
 
-from jaxrl_lm.models.config import ModelConfig
-from jaxrl_lm.models.layers import Block, Ends, ParamSpec, rope_frequencies
+from jaxrl_lm.models.config import LoraConfig, ModelConfig
+from jaxrl_lm.models.layers import Block, Ends, Linear, ParamSpec, fold, rope_frequencies
 from jaxrl_lm.sharding import Plan
 from jaxrl_lm.types import Params
 
@@ -30,23 +30,46 @@ class Cache(NamedTuple):
     index: Int[Array, ""]
 
 
+Adapted = tuple[tuple[tuple[str, ...], int], ...]  # path and rank of each linear layer that has an adapter
+
+
 @functools.cache
-def _graph(config: ModelConfig, module: type) -> tuple[nnx.GraphDef, dict]:
-    graph, state = nnx.split(module(config))
+def _graph(config: ModelConfig, module: type, adapted: Adapted = ()) -> tuple[nnx.GraphDef, dict]:
+    instance = module(config)
+    for path, rank in adapted:
+        functools.reduce(getattr, path, instance).adapt(rank)
+    graph, state = nnx.split(instance)
     return graph, nnx.to_pure_dict(state)
+
+
+def _adapted(params: Params, path: tuple[str, ...] = ()) -> Adapted:
+    """Where these weights hold adapters. The tree says it, so that one Model serves base, adapted and merged weights."""
+    if "lora_a" in params:
+        return ((path, params["lora_a"].shape[-1]),)
+    nodes = ((name, node) for name, node in sorted(params.items()) if isinstance(node, dict))
+    return tuple(found for name, node in nodes for found in _adapted(node, (*path, name)))
 
 
 def _merge(config: ModelConfig, module: type, params: Params) -> Any:
     """The NNX module with these arrays as its weights; only while tracing."""
-    graph, specs = _graph(config, module)
+    graph, specs = _graph(config, module, _adapted(params))
     return nnx.merge(graph, nnx.State({name: params[name] for name in specs}))
 
 
-def decoder_specs(config: ModelConfig) -> dict[str, Any]:
-    """The declaration of every weight: a nested dict of ParamSpec, the layers stacked."""
+def decoder_specs(config: ModelConfig, lora: LoraConfig | None = None) -> dict[str, Any]:
+    """The declaration of every weight: a nested dict of ParamSpec, the layers stacked; with lora the adapter's too."""
     stack = lambda spec: ParamSpec((config.num_layers, *spec.shape), ("layers", *spec.axes), spec.init)
-    layers = jax.tree.map(stack, _graph(config, Block)[1])
+    adapted = () if lora is None else tuple((path, lora.rank) for path in _targeted(config, lora))
+    layers = jax.tree.map(stack, _graph(config, Block, adapted)[1])
     return {**_graph(config, Ends)[1], "layers": layers}
+
+
+def _targeted(config: ModelConfig, lora: LoraConfig) -> list[tuple[str, ...]]:
+    """Paths of the targeted linear layers within a block: those called q_proj and so on."""
+    modules = nnx.iter_modules(Block(config))
+    return [
+        path for path, node in modules if isinstance(node, Linear) and path[-1].removesuffix("_proj") in lora.targets
+    ]
 
 
 def positions(segment_ids: Int[Array, "N T"]) -> Int[Array, "N T"]:
@@ -72,15 +95,31 @@ def visible(
 
 
 def unstack_layers(params: Params) -> Params:
-    """The same weights with the layers as a tuple of trees, for unrolled decoding."""
+    """The same weights with the layers as a tuple of trees, for unrolled decoding; attached adapters are merged."""
     count = jax.tree.leaves(params["layers"])[0].shape[0]
-    return {**params, "layers": tuple(jax.tree.map(lambda leaf, i=i: leaf[i], params["layers"]) for i in range(count))}
+    one = lambda number: fold(jax.tree.map(lambda leaf: leaf[number], params["layers"]))
+    return {**params, "layers": tuple(one(number) for number in range(count))}
 
 
 def decode_specs(config: ModelConfig) -> dict[str, Any]:
     """The declarations in the shape of `unstack_layers`."""
     block = _graph(config, Block)[1]
     return {**_graph(config, Ends)[1], "layers": (block,) * config.num_layers}
+
+
+def initial(specs: dict[str, Any], key: Shaped[Array, ""], std: float, dtype: str) -> Params:
+    """Fresh values of declared weights, each drawn with a key of its own path."""
+
+    def one(path, spec):
+        if spec.init in ("ones", "zeros"):
+            return (jnp.ones if spec.init == "ones" else jnp.zeros)(spec.shape, dtype)
+        own = jax.random.fold_in(key, zlib.crc32(".".join(str(part.key) for part in path).encode()))
+        if spec.init == "fan_in":
+            bound = spec.shape[-2] ** -0.5
+            return jax.random.uniform(own, spec.shape, jnp.float32, -bound, bound).astype(dtype)
+        return (jax.random.normal(own, spec.shape, jnp.float32) * std).astype(dtype)
+
+    return jax.tree.map_with_path(one, specs)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -98,14 +137,7 @@ class Model:
     def init(self, key: Shaped[Array, ""], dtype: str = "float32") -> Params:
         """Fresh parameters: normal with the config's initializer_range, norms 1, biases 0; a key a path."""
 
-        def one(path, spec):
-            if spec.init != "normal":
-                return (jnp.ones if spec.init == "ones" else jnp.zeros)(spec.shape, dtype)
-            salt = zlib.crc32(".".join(str(part.key) for part in path).encode())
-            draw = jax.random.normal(jax.random.fold_in(key, salt), spec.shape, jnp.float32)
-            return (draw * self.config.initializer_range).astype(dtype)
-
-        return jax.tree.map_with_path(one, self.specs)
+        return initial(self.specs, key, self.config.initializer_range, dtype)
 
     def constrain_kv(self, x: Float[Array, "N c S K"]) -> Float[Array, "N c S K"]:
         """Keys or values laid out on the mesh, heads as their projections."""

@@ -15,6 +15,7 @@ from flax import nnx
 from jaxtyping import Array, Bool, Float, Int
 
 from jaxrl_lm.models.config import LinearRope, Llama3Rope, ModelConfig
+from jaxrl_lm.types import Params
 
 MASKED = -1e30  # finite, so that a row that sees nothing gets a uniform softmax and a finite gradient
 
@@ -25,7 +26,7 @@ class ParamSpec:
 
     shape: tuple[int, ...]
     axes: tuple[str | None, ...]  # logical, see sharding/rules.py
-    init: str  # normal, ones, zeros
+    init: str  # normal, ones, zeros, fan_in (uniform within ±1/√inputs)
 
 
 def declare(shape: tuple[int, ...], axes: tuple[str | None, ...], init: str = "normal") -> nnx.Param:
@@ -33,15 +34,34 @@ def declare(shape: tuple[int, ...], axes: tuple[str | None, ...], init: str = "n
 
 
 class Linear(nnx.Module):
-    """x @ kernel + bias; kernel [in, out]."""
+    """x @ kernel + bias; kernel [in, out]. With an adapter also + (x @ lora_a) @ lora_b, see `lora.py`."""
 
     def __init__(self, inputs: int, outputs: int, axes: tuple[str, str], bias: bool = False):
         self.kernel = declare((inputs, outputs), axes)
         self.bias = declare((outputs,), axes[1:], "zeros") if bias else None
 
+    def adapt(self, rank: int) -> None:
+        """Declares the two factors of an adapter."""
+        spec = self.kernel.get_value()
+        self.lora_a = declare((spec.shape[0], rank), (spec.axes[0], "rank"), "fan_in")
+        self.lora_b = declare((rank, spec.shape[1]), ("rank", spec.axes[1]), "zeros")
+
     def __call__(self, x: Float[Array, "... i"]) -> Float[Array, "... o"]:
         out = x @ self.kernel[...]
+        if hasattr(self, "lora_a"):
+            out = out + (x @ self.lora_a[...]) @ self.lora_b[...]
         return out if self.bias is None else out + jnp.broadcast_to(self.bias[...], out.shape)
+
+
+def fold(params: Params) -> Params:
+    """The plain weights: each attached adapter's product added to its kernel, in float32, and cast back."""
+    if "lora_a" in params:
+        a, b = (params[name].astype(jnp.float32) for name in ("lora_a", "lora_b"))
+        kernel = params["kernel"]
+        added = kernel.astype(jnp.float32) + jnp.matmul(a, b, precision="highest")
+        kept = {name: leaf for name, leaf in params.items() if name not in ("lora_a", "lora_b")}
+        return kept | {"kernel": added.astype(kernel.dtype)}
+    return {name: fold(node) if isinstance(node, dict) else node for name, node in params.items()}
 
 
 class RMSNorm(nnx.Module):

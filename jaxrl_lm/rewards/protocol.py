@@ -71,7 +71,7 @@ def resolve(spec: Any, *, weight: float = 1.0) -> RewardFunction:
         near = difflib.get_close_matches(spec, SHIPPED, n=1, cutoff=0.0)
         raise ValueError(
             f"reward={spec!r} is unknown; did you mean {near[0]!r}? Shipped: {', '.join(SHIPPED)}; your own are given "
-            "as package.module:function or path/file.py:function"
+            "as package.module:function or path/file.py:function, a reward model as reward_model:DIRECTORY"
         )
     return RewardFunction(_name(function), function, weight)
 

@@ -1,5 +1,38 @@
-"""The host's side of an episode: prompts in, completions out. See `sampler.py`."""
+"""The host's side of an episode: prompts in, completions out (`sampler.py`).
 
-from jaxrl_lm.rollout.sampler import EVAL, PROBE, TRAIN, Sampled, Sampler
+Which prompts come next: `prompts.py`; which rows are trained on: `select.py`; which come back: `replay.py`.
+"""
 
-__all__ = ["EVAL", "PROBE", "TRAIN", "Sampled", "Sampler"]
+from jaxrl_lm.rollout.prompts import (
+    CategoryBandit,
+    Curriculum,
+    PromptSampling,
+    Shuffled,
+    SolveRates,
+    categories_of,
+    never_solved_share,
+)
+from jaxrl_lm.rollout.replay import Group, Replay
+from jaxrl_lm.rollout.sampler import EVAL, GREEDY, PROBE, TRAIN, Sampled, Sampler
+from jaxrl_lm.rollout.select import choose_rows, join, unequal_groups
+
+__all__ = [
+    "EVAL",
+    "GREEDY",
+    "PROBE",
+    "TRAIN",
+    "CategoryBandit",
+    "Curriculum",
+    "Group",
+    "PromptSampling",
+    "Replay",
+    "Sampled",
+    "Sampler",
+    "Shuffled",
+    "SolveRates",
+    "categories_of",
+    "choose_rows",
+    "join",
+    "never_solved_share",
+    "unequal_groups",
+]

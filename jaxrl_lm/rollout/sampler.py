@@ -16,7 +16,8 @@ from jaxrl_lm.encode import EncodedPrompts
 from jaxrl_lm.steps import Steps
 from jaxrl_lm.types import Requests, Rollout
 
-TRAIN, PROBE, EVAL = 0, 1, 2  # purposes, whose rows never share a key; evaluation set i has EVAL + i
+# Purposes, whose rows never share a key; evaluation set i has EVAL + i.
+TRAIN, PROBE, EVAL, GREEDY = 0, 1, 2, 1 << 29
 
 
 class Sampled(NamedTuple):
@@ -57,8 +58,9 @@ class Sampler:
         step: int,
         temperature: Float[np.ndarray, "N"] | float,
         policy_step: int,
+        first_only: bool = False,
     ) -> Sampled:
-        """G completions of each of the prompts `indices` (at most `prompts_per_call`).
+        """G completions of each of the prompts `indices` (at most `prompts_per_call`); `first_only`: the first of each.
 
         Keys are a function of (key, purpose, step, row). Raises ValueError if a prompt fits no bucket.
         """
@@ -67,7 +69,8 @@ class Sampler:
         filled = [*indices, *[indices[0]] * (self.prompts_per_call - len(indices))]
         ids = [prompts.ids[i] for i in filled]
         tokens, segment_ids = left_pad(ids, choose_bucket(max(map(len, ids)), self.buckets), self.pad_token_id)
-        limits = np.where(np.arange(rows) < count, self.max_new_tokens, 0).astype(np.int32)
+        sampled = (np.arange(rows) < count) & (~np.bool_(first_only) | (np.arange(rows) % self.group_size == 0))
+        limits = np.where(sampled, self.max_new_tokens, 0).astype(np.int32)
         temperature = np.broadcast_to(np.asarray(temperature, np.float32), (rows,))
         keys = self.steps.row_keys(key, np.int32(purpose), np.int32(step))
         place = self.steps.place

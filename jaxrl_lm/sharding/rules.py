@@ -22,6 +22,7 @@ RULES: dict[str, MeshAxes] = {
     "kv_heads": "tensor",
     "mlp": "tensor",
     "norm": None,
+    "rank": None,  # of LoRA's factors: the other axis is split as the matrix that they adapt
     # The table is split over its rows only: split over its width on the batch's own axis, a look-up makes XLA
     # rematerialise it whole.
     "vocab": ("tensor", "fsdp"),
@@ -84,7 +85,8 @@ class Plan:
         def one(path, spec):
             name = ".".join(str(getattr(key, "key", getattr(key, "idx", key))) for key in path)
             sharding = self.sharding(spec.axes, spec.shape, name)
-            large = len(spec.shape) > 1 and math.prod(spec.shape) > REPLICATED_LIMIT
+            # A low-rank factor whose one wide axis is not split is meant to be whole: it is small beside its matrix.
+            large = len(spec.shape) > 1 and math.prod(spec.shape) > REPLICATED_LIMIT and "rank" not in spec.axes
             if large and splits_models and sharding.is_fully_replicated and not self.allow_replicated:
                 raise ValueError(
                     f"{name}: shape {spec.shape} would be whole on every device of {dict(self.mesh.shape)}"

@@ -1,0 +1,169 @@
+"""From a config's options to the parts of its algorithm: what is trained, the objective, credit and batch rules.
+
+`prepare.py` puts them together with a model, data and compiled steps.
+"""
+
+import dataclasses
+from collections.abc import Callable
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+
+from jaxrl_lm import algos
+from jaxrl_lm.batch import BatchRule
+from jaxrl_lm.checks import old_logprobs_of, updates_per_step
+from jaxrl_lm.config import GRPOConfig
+from jaxrl_lm.credit import CreditRule
+from jaxrl_lm.models import (
+    LoraConfig,
+    Model,
+    generation_config,
+    init_lora,
+    init_value_head,
+    load,
+    lora_specs,
+    trunk_model,
+    value_specs,
+)
+from jaxrl_lm.objectives import CriticObjective, PolicyObjective
+from jaxrl_lm.sharding import Plan
+from jaxrl_lm.types import Params
+from jaxrl_lm.update import Objective
+
+
+def load_model(name: str, plan: Plan, *, dtype: str | None, param_dtype: str, remat: str | None):
+    """Model, parameters, tokenizer and generation config, with the machine's defaults for dtype and remat."""
+    cpu = jax.default_backend() == "cpu"
+    compute = dtype or ("float32" if cpu else "bfloat16")
+    model, params, tokenizer = load(name, plan=plan, dtype=param_dtype, compute_dtype=compute)
+    config = dataclasses.replace(model.config, remat=remat or ("dots" if cpu else "full"))
+    return dataclasses.replace(model, config=config), params, tokenizer, generation_config(name)
+
+
+def lora_of(config: GRPOConfig) -> LoraConfig | None:
+    """The adapter that a config asks for, if any."""
+    if config.lora_rank is None:
+        return None
+    return LoraConfig(
+        rank=config.lora_rank, alpha=config.lora_alpha, targets=config.lora_targets, rslora=config.lora_rslora
+    )
+
+
+def trained_params(
+    config: GRPOConfig, model: Model, params: Params, plan: Plan, lora: LoraConfig | None
+) -> tuple[dict[str, Params], Any]:
+    """The trees that are trained, by name, and under LoRA the weights below the adapter.
+
+    Raises ValueError for a critic_model of another shape.
+    """
+    base = None
+    key = jax.random.key(config.seed)
+    trained = {"policy": params}
+    if lora is not None:
+        base = params
+        adapter = init_lora(jax.random.fold_in(key, 1), model, lora, config.param_dtype)
+        trained = {"policy": jax.device_put(adapter, plan.tree(lora_specs(model, lora)))}
+    if config.critic == "none":
+        return trained, base
+    head = init_value_head(model.config, config.param_dtype)
+    critic = {"head": jax.device_put(head, plan.tree(value_specs(model.config)))}
+    if config.critic == "separate":
+        if config.critic_model is None:
+            trunk = copy_params(params)
+        else:
+            other, trunk, *_ = load_model(
+                config.critic_model, plan, dtype=config.dtype, param_dtype=config.param_dtype, remat=config.remat
+            )
+            if other.config != model.config:
+                raise ValueError(
+                    f"critic_model={config.critic_model!r} has another shape than the policy; give one of it"
+                )
+        critic["trunk"] = {name: leaf for name, leaf in trunk.items() if name in trunk_model(model).specs}
+    return trained | {"critic": critic}, base
+
+
+def make_objective(config: GRPOConfig, algorithm: algos.Preset) -> Objective:
+    """The loss that the options describe."""
+    policy = PolicyObjective(
+        completion_columns=config.max_completion_length,
+        surrogate=algorithm.surrogate,
+        clip_low=algorithm.epsilon,
+        clip_high=algorithm.epsilon_high,
+        dual_clip=algorithm.dual_clip,
+        delta=algorithm.delta,
+        log_ratio_clip=config.log_ratio_clip,
+        level=algorithm.importance_sampling_level,
+        gate_positive=config.sapo_temperature_pos,
+        gate_negative=config.sapo_temperature_neg,
+        max_drift=config.max_drift,
+        old_is_sampler=old_logprobs_of(config) == "sampler" and updates_per_step(config) > 1,
+        kl_estimator=config.kl_estimator or "k3",
+        kl_importance=config.kl_importance,
+        score_chunk=config.score_chunk,
+    )
+    if config.critic == "none":
+        return policy
+    return CriticObjective(
+        policy=policy, vf_coef=config.vf_coef, clip=config.cliprange_value, shared=config.critic == "shared"
+    )
+
+
+def make_credit(config: GRPOConfig, algorithm: algos.Preset, own: Callable[..., jax.Array] | None) -> CreditRule:
+    """The advantage estimator that the options describe, or the caller's."""
+    return CreditRule(
+        advantage=algorithm.advantage,
+        group_size=config.num_generations,
+        scale=algorithm.scale_rewards,
+        baseline=algorithm.advantage_baseline,
+        drop=algorithm.drop,
+        overlong_buffer=algorithm.overlong_buffer,
+        max_length=config.max_completion_length,
+        length_penalty=config.length_penalty,
+        unlikeliness=config.unlikeliness,
+        pass_k=config.pass_k,
+        discount=config.gamma,
+        lam=config.lam,
+        actions=config.actions,
+        ngram=config.ngram,
+        own=own,
+    )
+
+
+def make_batch_rules(config: GRPOConfig, algorithm: algos.Preset, tokenizer) -> tuple[BatchRule, BatchRule]:
+    """How batches are built, and how once the sampler is too far from the scorer for its log-probs to be used."""
+    words = [tokenizer.encode(word, add_special_tokens=False) for word in config.planning_tokens]
+    sampler = old_logprobs_of(config) == "sampler"
+    rule = BatchRule(
+        group_size=config.num_generations,
+        over=algorithm.loss_agg_mode,
+        length=config.max_completion_length,
+        mask_truncated=config.mask_truncated_completions,
+        keep_old=not sampler or updates_per_step(config) > 1 or config.replay_groups > 0,
+        actions=config.actions,
+        ngram=config.ngram,
+        sampler_correction=algorithm.sampler_correction,
+        correction_cap=algorithm.sampler_correction_cap,
+        correction_floor=config.sampler_correction_floor,
+        token_scale=config.token_scale,
+        scale_alpha=config.token_scale_alpha,
+        scale_kappa=config.token_scale_kappa,
+        scale_token_ids=tuple(sorted({token for ids in words for token in ids})),
+        kl_power=config.kl_token_power,
+        entropy_bonus=config.entropy_coef > 0 or config.target_entropy is not None,
+        top_entropy_share=config.top_entropy_share,
+        entropy_clip=config.entropy_clip,
+        cov_share=config.cov_share,
+        cov_low=config.cov_low,
+        cov_high=config.cov_high,
+        kl_cov_coef=config.kl_cov_coef,
+    )
+    if not sampler:
+        return rule, rule
+    correction = "token_truncate" if rule.sampler_correction == "none" else rule.sampler_correction
+    return rule, dataclasses.replace(rule, keep_old=True, sampler_correction=correction)
+
+
+def copy_params(params: Params) -> Params:
+    """A second copy: the training state is donated to each update, the reference must outlive it."""
+    return jax.tree.map(jnp.copy, params)

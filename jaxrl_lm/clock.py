@@ -1,0 +1,25 @@
+"""Seconds of each part of a step."""
+
+import collections
+import contextlib
+import time
+from collections.abc import Iterator
+
+
+class Clock:
+    """`with clock("generate"):` adds to that part."""
+
+    def __init__(self):
+        self.seconds: dict[str, float] = collections.defaultdict(float)
+
+    @contextlib.contextmanager
+    def __call__(self, name: str) -> Iterator[None]:
+        start = time.perf_counter()
+        yield
+        self.seconds[name] += time.perf_counter() - start
+
+    def metrics(self) -> dict[str, float]:
+        """`time/<part>` and their sum, `step_time`."""
+        return {f"time/{name}": value for name, value in self.seconds.items()} | {
+            "step_time": sum(self.seconds.values())
+        }

@@ -1,0 +1,234 @@
+"""One step's completions and their rewards: prompts drawn, sampled and judged until the batch is full.
+
+Here is where dynamic sampling, oversampling, replay and the greedy baseline meet; the ways of choosing are functions in
+`rollout/`. Next to read: `learn.py`.
+"""
+
+import math
+from collections.abc import Sequence
+from typing import Any, NamedTuple
+
+import jax
+import numpy as np
+from jaxtyping import Bool, Float64
+
+from jaxrl_lm.clock import Clock
+from jaxrl_lm.evaluate import CORRECT, reward_table
+from jaxrl_lm.host import Host
+from jaxrl_lm.prepare import Setup
+from jaxrl_lm.rewards import combine, reward_metrics
+from jaxrl_lm.rollout import GREEDY, TRAIN, Group, Sampled, choose_rows, join, never_solved_share, unequal_groups
+
+
+class Judged(NamedTuple):
+    """Completions with what the reward functions gave them; all but `sampled.rollout` holds the real rows only."""
+
+    sampled: Sampled
+    indices: list[int]  # of each group's prompt
+    values: Float64[np.ndarray, "n F"]  # NaN: the function abstained
+    returns: Float64[np.ndarray, " n"]
+    valid: Bool[np.ndarray, " n"]
+
+
+class Collected(NamedTuple):
+    """What a step learns from."""
+
+    judged: Judged  # the rollout lies on the devices and has all N rows
+    greedy_returns: Float64[np.ndarray, " n"] | None
+    metrics: dict[str, float]
+    generated: int  # tokens, those of dropped completions too
+    prompt_tokens: int
+
+
+def collect(
+    setup: Setup, host: Host, decode_params: Any, key: jax.Array, *, step: int, policy_step: int, clock: Clock
+) -> Collected:
+    """Samples until `prompts_per_step` groups are there to learn from, or the bound on batches is met."""
+    config, dynamic = setup.config, setup.algorithm.dynamic_sampling
+    replayed = host.replay.take(config.replay_groups, policy_step=policy_step) if host.replay else []
+    missing = config.prompts_per_step - len(replayed)
+    fresh: list[Judged] = []
+    kept: list[tuple[Judged, np.ndarray]] = []
+    for _ in range(config.dynamic_sampling_batches if dynamic else 1):
+        count = config.prompts_per_step if dynamic else missing
+        found, calls = _sample(setup, host, decode_params, key, count, step=step, policy_step=policy_step, clock=clock)
+        differ = unequal_groups(found.returns, found.valid, config.num_generations) if dynamic else np.ones(count, bool)
+        chosen = np.flatnonzero(differ)[:missing]
+        fresh += calls
+        kept.append((found, chosen))
+        missing -= len(chosen)
+        if missing == 0:
+            break
+    _remember(setup, host, fresh)
+    metrics = _metrics(setup, host, fresh)
+    if dynamic:
+        metrics["dynamic_sampling/batches"] = float(len(kept))
+        metrics["dynamic_sampling/kept_share"] = sum(len(chosen) for _, chosen in kept) / (count * len(kept))
+        metrics["dynamic_sampling/missing_groups"] = float(missing)
+    if not replayed and missing == config.prompts_per_step:  # nothing to learn from: a step without advantages
+        kept = [(kept[0][0], np.arange(config.prompts_per_step))]
+    if host.replay is not None:
+        metrics["replay/groups"] = float(len(replayed))
+    judged, greedy = _batch(setup, kept, replayed), None
+    if setup.algorithm.advantage == "greedy":
+        greedy, answered = _greedy(
+            setup, host, decode_params, key, judged.indices, policy_step=policy_step, clock=clock
+        )
+        judged = judged._replace(valid=judged.valid & answered)
+    asked = [index for one in fresh for index in one.indices]
+    return Collected(
+        judged=judged,
+        greedy_returns=greedy,
+        metrics=metrics,
+        generated=sum(len(ids) for one in fresh for ids in one.sampled.completion_ids),
+        prompt_tokens=config.num_generations * sum(len(setup.prompts.ids[index]) for index in asked),
+    )
+
+
+def _sample(
+    setup: Setup, host: Host, decode_params, key, count: int, *, step: int, policy_step: int, clock: Clock
+) -> tuple[Judged, list[Judged]]:
+    """G completions of each of the next `count` prompts, and all that were sampled: several times G with oversampling."""
+    config, group = setup.config, setup.config.num_generations
+    indices = host.prompts.draw(step, count)
+    calls, tables = [], []
+    for _ in range(config.oversample):
+        host.calls += 1
+        with clock("generate"):
+            sampled = setup.sampler(
+                decode_params,
+                key,
+                setup.prompts,
+                indices,
+                purpose=TRAIN,
+                step=host.calls,
+                temperature=config.temperature,
+                policy_step=policy_step,
+            )
+        with clock("reward"):
+            tables.append(reward_table(setup.rewards, sampled, group))
+        calls.append(sampled)
+    judged = lambda sampled, values: Judged(sampled, indices, values, *_combine(setup, values, group))
+    every = [judged(sampled, values) for sampled, values in zip(calls, tables, strict=True)]
+    if config.oversample == 1:
+        return every[0], every
+    # [count, times · G]: all completions of a prompt side by side.
+    values = np.concatenate([table.reshape(count, group, -1) for table in tables], axis=1)
+    wide = values.shape[1]
+    returns, valid = _combine(setup, values.reshape(count * wide, -1), wide)
+    columns = choose_rows(returns.reshape(count, wide), valid.reshape(count, wide), group, how=config.oversample_select)
+    parts = [
+        (calls[column // group], [place * group + column % group])
+        for place, chosen in enumerate(columns)
+        for column in chosen.tolist()
+    ]
+    chosen = np.take_along_axis(values, columns[:, :, None], axis=1).reshape(count * group, -1)
+    sampled = join(parts, rows=config.prompts_per_step * group, pad_token_id=setup.sampler.pad_token_id)
+    return judged(_placed(setup, sampled), chosen), every
+
+
+def _combine(setup: Setup, values: Float64[np.ndarray, "n F"], group: int):
+    weights = [function.weight for function in setup.rewards]
+    return combine(values, weights, group_size=group, aggregation=setup.config.multi_objective_aggregation)
+
+
+def _placed(setup: Setup, sampled: Sampled) -> Sampled:
+    place = setup.steps.place
+    return sampled._replace(rollout=place(sampled.rollout), temperature=place(sampled.temperature))
+
+
+def _batch(setup: Setup, kept: Sequence[tuple[Judged, np.ndarray]], replayed: Sequence[Group]) -> Judged:
+    """The kept groups and the replayed ones as one batch."""
+    config, group = setup.config, setup.config.num_generations
+    first, chosen = kept[0]
+    if not replayed and len(chosen) == config.prompts_per_step == len(first.indices):
+        return first  # as it was sampled, still on the devices
+    rows = lambda groups: (groups[:, None] * group + np.arange(group)).reshape(-1).tolist()
+    parts = [(one.sampled, rows(groups)) for one, groups in kept]
+    parts += [(one.sampled, list(range(group))) for one in replayed]
+    sampled = join(parts, rows=config.prompts_per_step * group, pad_token_id=setup.sampler.pad_token_id)
+    indices = [one.indices[g] for one, groups in kept for g in groups] + [one.index for one in replayed]
+    values = np.concatenate([one.values[rows(groups)] for one, groups in kept] + [one.rewards for one in replayed])
+    return Judged(_placed(setup, sampled), indices, values, *_combine(setup, values, group))
+
+
+def _greedy(
+    setup: Setup, host: Host, decode_params, key, indices: list[int], *, policy_step: int, clock: Clock
+) -> tuple[Float64[np.ndarray, " n"], Bool[np.ndarray, " n"]]:
+    """Each row's baseline, the return of the greedy answer to its prompt, and whether it has one."""
+    group = setup.config.num_generations
+    with clock("generate"):
+        sampled = setup.sampler(
+            decode_params,
+            key,
+            setup.prompts,
+            indices,
+            purpose=GREEDY,
+            step=host.calls,
+            temperature=0.0,
+            policy_step=policy_step,
+            first_only=True,
+        )
+    with clock("reward"):
+        rows = list(range(0, sampled.count, group))
+        answers = join([(sampled, rows)], rows=len(rows), pad_token_id=setup.sampler.pad_token_id)
+        returns, valid = _combine(setup, reward_table(setup.rewards, answers, 1), 1)
+    return np.repeat(returns, group), np.repeat(valid, group)
+
+
+def _remember(setup: Setup, host: Host, fresh: Sequence[Judged]) -> None:
+    """What later steps draw by: solve rates, sizes of advantages, groups for replay."""
+    group = setup.config.num_generations
+    for one in fresh:
+        inside = one.valid.reshape(-1, group)
+        right = (one.returns >= CORRECT).reshape(-1, group) & inside
+        judged = inside.sum(1)
+        rates = np.where(judged > 0, right.sum(1) / np.maximum(judged, 1), np.nan)
+        host.prompts.observe(one.indices, rates, _mean_abs_advantages(one, group))
+        if getattr(host.prompts, "table", None) is not host.rates:
+            host.rates.observe(one.indices, rates)
+        if host.replay is not None:
+            host.replay.put(
+                one.sampled, one.values, right.reshape(-1), one.valid, indices=one.indices, group_size=group
+            )
+
+
+def _mean_abs_advantages(one: Judged, group: int) -> Float64[np.ndarray, " P"]:
+    """Mean |r − mean| / std of each group; 0 for equal returns, NaN without any."""
+    out = []
+    for returns, valid in zip(one.returns.reshape(-1, group), one.valid.reshape(-1, group), strict=True):
+        given = returns[valid]
+        if len(given) == 0:
+            out.append(math.nan)
+        else:
+            out.append(0.0 if np.ptp(given) == 0 else float(np.abs(given - given.mean()).mean() / given.std()))
+    return np.asarray(out)
+
+
+def _metrics(setup: Setup, host: Host, fresh: Sequence[Judged]) -> dict[str, float]:
+    """Rewards and lengths of everything that was sampled, in the names that dashboards have."""
+    group = setup.config.num_generations
+    gather = lambda name: np.concatenate([getattr(one, name) for one in fresh])
+    values, returns, valid = gather("values"), gather("returns"), gather("valid")
+    sources = [row.get("data_source") for one in fresh for row in one.sampled.rows]
+    groups = [returns[g : g + group][valid[g : g + group]] for g in range(0, len(returns), group)]
+    # Equality decides about zero spread: the rounding of a mean would leave a tiny std.
+    spread = np.array([one.std(ddof=1) if np.ptp(one) > 0 else 0.0 for one in groups if len(one) > 1])
+    # Of what was asked for, not of the scaled returns, whose mean is 0 under normalize_then_sum.
+    plain = np.nansum(values * [function.weight for function in setup.rewards], axis=1)
+    sizes = np.array([len(ids) for one in fresh for ids in one.sampled.completion_ids])
+    truncated = np.concatenate([one.sampled.truncated for one in fresh])
+    ended = sizes[~truncated]
+    return {
+        **reward_metrics(setup.rewards, values, returns, sources if any(sources) else None, setup.config.true_reward),
+        "reward": float(plain[valid].mean()) if valid.any() else float("nan"),
+        "reward_std": float(spread.mean()) if len(spread) else float("nan"),
+        "frac_reward_zero_std": float((spread == 0).mean()) if len(spread) else float("nan"),
+        "frac_reward_abstained": float((~valid).mean()),
+        "never_solved_share": never_solved_share(host.rates),
+        "completions/mean_length": float(sizes.mean()),
+        "completions/min_length": float(sizes.min()),
+        "completions/max_length": float(sizes.max()),
+        "completions/mean_terminated_length": float(ended.mean()) if len(ended) else float("nan"),
+        "completions/clipped_ratio": float(truncated.mean()),
+    }

@@ -1,0 +1,176 @@
+"""One step's learning: scores and values of what was sampled, credit, and the updates over its minibatches.
+
+The compiled parts are those of `steps.py`; what they are made of: `credit.py`, `batch.py`, `objectives.py`.
+"""
+
+import tempfile
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import jax
+import numpy as np
+
+from jaxrl_lm import algos
+from jaxrl_lm import metrics as metric
+from jaxrl_lm.batch import Coefficients, Rated
+from jaxrl_lm.checks import moves_reference, old_logprobs_of
+from jaxrl_lm.clock import Clock
+from jaxrl_lm.collect import Collected
+from jaxrl_lm.credit import Credit, action_ids
+from jaxrl_lm.group_metrics import group_metrics
+from jaxrl_lm.host import Host
+from jaxrl_lm.prepare import Setup
+from jaxrl_lm.types import Frozen, Scores, TrainState
+
+
+class NonFiniteError(FloatingPointError):
+    """A loss or gradient was NaN or infinite; the message names the step and the file with the batch."""
+
+
+class Learned(NamedTuple):
+    state: TrainState
+    metrics: dict[str, float]
+    credit: Credit
+
+
+class _Scored(NamedTuple):
+    old: Scores | None  # of the policy before the updates
+    ref: jax.Array | None
+    values: jax.Array | None
+
+
+def learn(
+    setup: Setup, host: Host, state: TrainState, frozen: Frozen, collected: Collected, *, step: int, clock: Clock
+) -> Learned:
+    """The state after the step's updates. Raises NonFiniteError, and keeps the batch, where one is not finite."""
+    config, steps, sampled = setup.config, setup.steps, collected.judged.sampled
+    rows = config.prompts_per_step * config.num_generations
+    in_reward = setup.algorithm.kl_in == "reward"
+    with clock("score"):
+        scored = _score(setup, host, state, frozen, collected)
+    with clock("update"):
+        fill = lambda x, dtype: steps.place(np.concatenate([x, np.zeros(rows - len(x))]).astype(dtype))
+        coefficients = _coefficients(setup, host, step)
+        credit = steps.credit(
+            fill(collected.judged.returns, np.float32),
+            fill(collected.judged.valid, bool),
+            sampled.rollout,
+            scored.old.logprobs if in_reward and scored.ref is not None else None,
+            scored.ref if in_reward else None,
+            coefficients.kl,
+            scored.values,
+            None if collected.greedy_returns is None else fill(collected.greedy_returns, np.float32),
+        )
+        rated = Rated(
+            rollout=sampled.rollout,
+            temperature=sampled.temperature,
+            credit=credit,
+            old=scored.old if _uses_old(setup, host) else None,
+            values=scored.values,
+            ref_logprobs=None if in_reward else scored.ref,
+        )
+        state, found = _updates(setup, host, state, frozen, rated, coefficients, step)
+    found |= _credit_metrics(setup, host, collected, credit, scored)
+    return Learned(state, found, credit)
+
+
+def _uses_old(setup: Setup, host: Host) -> bool:
+    return host.scored or old_logprobs_of(setup.config) == "recompute" or setup.batch_rule.needs_old
+
+
+def _score(setup: Setup, host: Host, state: TrainState, frozen: Frozen, collected: Collected) -> _Scored:
+    """Scores of the policy where something reads them, of the reference where there is one, and values."""
+    config, steps, rollout = setup.config, setup.steps, collected.judged.sampled.rollout
+    start = rollout.tokens.shape[1] - config.max_completion_length
+    temperature = collected.judged.sampled.temperature
+    score = lambda policy: steps.score(policy, frozen.base, rollout.tokens, rollout.segment_ids, temperature, start)
+    reference = state.extra["reference"] if moves_reference(config) else frozen.reference
+    # A KL compares two scorers: the sampler's rounding must not look like a distance.
+    compares = reference is not None and setup.algorithm.kl_in == "reward"
+    return _Scored(
+        old=score(state.params["policy"]) if compares or _uses_old(setup, host) else None,
+        ref=None if reference is None else score(reference).logprobs,
+        values=steps.values(state.params, frozen.base, rollout.tokens, rollout.segment_ids, start)
+        if config.critic != "none"
+        else None,
+    )
+
+
+def _coefficients(setup: Setup, host: Host, step: int) -> Coefficients:
+    learns = float(step > setup.config.critic_warmup_steps or setup.config.critic == "none")
+    values = (host.kl_coef, host.entropy_bonus, learns)
+    return Coefficients(*(setup.steps.place(np.float32(value)) for value in values))
+
+
+def _updates(
+    setup: Setup, host: Host, state: TrainState, frozen: Frozen, rated: Rated, coefficients: Coefficients, step: int
+) -> tuple[TrainState, dict[str, float]]:
+    """num_iterations passes over the minibatches, or fewer; the metrics of all updates together."""
+    config, steps = setup.config, setup.steps
+    rows = config.prompts_per_step * config.num_generations
+    size = config.minibatch_completions or rows
+    rule = setup.scored_rule if host.scored else setup.batch_rule
+    starts = [first for _ in range(config.num_iterations) for first in range(0, rows, size)]
+    merged, done, firsts = None, 0, {}
+    for first in starts:
+        chosen = steps.place(np.arange(first, first + size, dtype=np.int32))
+        batch = steps.minibatch(rated, coefficients, state.key, np.int32(host.updates), chosen, rule)
+        state, found = steps.update(state, frozen, batch)
+        host.updates += 1
+        done += 1
+        if float(found["nonfinite"].value):
+            path = _keep_batch(setup.directory, step, batch)
+            raise NonFiniteError(
+                f"step {step}, update {done}: the loss or its gradient is not finite; the batch is in {path}. "
+                "Lower learning_rate or max_grad_norm, or look for the rows at fault"
+            )
+        merged = found if merged is None else metric.merge(merged, found)
+        if done == 1 and rated.old is None:  # later, the current policy has moved away from the sampler's weights
+            firsts = {name: value for name, value in found.items() if name.startswith("sampling/")}
+        if config.max_approx_kl is not None and metric.result(found)["approx_kl"] > config.max_approx_kl:
+            break
+    totals = {name for name, value in merged.items() if isinstance(value, metric.Sum)}
+    values = metric.result(merged | firsts)
+    del values["nonfinite"]
+    last = {"approx_kl/last": metric.result(found)["approx_kl"]} if "approx_kl" in found else {}
+    return state, {
+        **{name: value / done if name in totals else value for name, value in values.items()},
+        **last,
+        "updates": float(done),
+    }
+
+
+def _keep_batch(directory: Path, step: int, batch: Any) -> Path:
+    path = directory / f"nonfinite_step_{step:06d}.npz"
+    leaves = jax.tree_util.tree_leaves_with_path(batch)
+    arrays = {jax.tree_util.keystr(where, simple=True, separator="."): np.asarray(leaf) for where, leaf in leaves}
+    with tempfile.NamedTemporaryFile(dir=directory, suffix=".npz", delete=False) as file:
+        np.savez(file, **arrays)
+    Path(file.name).replace(path)
+    return path
+
+
+def _credit_metrics(
+    setup: Setup, host: Host, collected: Collected, credit: Credit, scored: _Scored
+) -> dict[str, float]:
+    """How hard the groups were and where the advantage went; for a critic, how much of the returns it explains."""
+    judged, group = collected.judged, setup.config.num_generations
+    rollout, count = judged.sampled.rollout, judged.sampled.count
+    mask, advantages, kl = jax.device_get((rollout.action_mask, credit.advantages, credit.kl))
+    per_row = np.where(mask, advantages, 0.0).sum(1)[:count] / np.maximum(mask.sum(1), 1)[:count]
+    found = group_metrics(judged.returns, judged.valid, per_row, judged.sampled.texts, group)
+    if kl is not None:
+        tokens = max(int(mask[:count].sum()), 1)
+        mean = lambda x: float(x[judged.valid].mean()) if judged.valid.any() else float("nan")
+        found |= {
+            "kl": float(kl[:count].sum() / tokens),
+            "objective/kl": float(kl[:count].mean()),
+            "objective/rlhf_reward": mean(judged.returns - host.kl_coef * kl[:count]),
+            "objective/scores": mean(judged.returns),
+        }
+    if scored.values is not None:
+        learns = rollout.action_mask & credit.learns[:, None]
+        ids = action_ids(learns, rollout.turn_ids, actions=setup.config.actions, n=setup.config.ngram)
+        states = algos.action_starts(learns, ids)  # a value belongs to the state before an action
+        found["explained_variance"] = float(algos.explained_variance(scored.values, credit.targets, states))
+    return found
