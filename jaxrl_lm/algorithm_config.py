@@ -23,7 +23,9 @@ class AdvantageOptions:
     pass_k: int = 4
     """Of advantage pass-at-k."""
     gamma: float = 1.0
-    """Discount, an action; of advantages gae and batch."""
+    """Discount; of advantages gae and batch."""
+    discount_per: Literal["action", "token"] = "action"
+    """What gamma is counted by, where actions are larger than tokens."""
     lam: float = 0.95
     """λ of advantage gae."""
     actions: Literal["token", "ngram", "turn", "sequence"] = "token"
@@ -32,6 +34,8 @@ class AdvantageOptions:
     """Tokens of an action with actions ngram."""
     drop: Literal["none", "wrong", "all-wrong", "all-right", "equal"] | None = None
     """Rows that do not learn: wrong ones (reward below 0.5), or all of groups that are all wrong, all right, or equal."""
+    outlier_limit: float | None = None
+    """Rows whose reward is further from the batch's median, in robust standard deviations (1.4826 MAD), do not learn."""
     overlong_buffer: int | None = None
     """Tokens before max_completion_length over which a penalty of length grows to 1; None: that of the preset, or 0."""
     length_penalty: float = 0.0

@@ -11,6 +11,7 @@ import jax
 import jax.numpy as jnp
 
 from jaxrl_lm import algos
+from jaxrl_lm.algorithm_config import LoraOptions
 from jaxrl_lm.batch import BatchRule
 from jaxrl_lm.checks import old_logprobs_of, updates_per_step
 from jaxrl_lm.config import GRPOConfig
@@ -41,13 +42,23 @@ def load_model(name: str, plan: Plan, *, dtype: str | None, param_dtype: str, re
     return dataclasses.replace(model, config=config), params, tokenizer, generation_config(name)
 
 
-def lora_of(config: GRPOConfig) -> LoraConfig | None:
+def lora_of(config: LoraOptions) -> LoraConfig | None:
     """The adapter that a config asks for, if any."""
     if config.lora_rank is None:
         return None
     return LoraConfig(
         rank=config.lora_rank, alpha=config.lora_alpha, targets=config.lora_targets, rslora=config.lora_rslora
     )
+
+
+def with_adapter(
+    config: Any, model: Model, params: Params, plan: Plan, lora: LoraConfig | None
+) -> tuple[dict[str, Params], Params | None]:
+    """The policy's tree that is trained, by its name, and under LoRA the weights below the fresh adapter."""
+    if lora is None:
+        return {"policy": params}, None
+    adapter = init_lora(jax.random.fold_in(jax.random.key(config.seed), 1), model, lora, config.param_dtype)
+    return {"policy": jax.device_put(adapter, plan.tree(lora_specs(model, lora)))}, params
 
 
 def trained_params(
@@ -57,13 +68,7 @@ def trained_params(
 
     Raises ValueError for a critic_model of another shape.
     """
-    base = None
-    key = jax.random.key(config.seed)
-    trained = {"policy": params}
-    if lora is not None:
-        base = params
-        adapter = init_lora(jax.random.fold_in(key, 1), model, lora, config.param_dtype)
-        trained = {"policy": jax.device_put(adapter, plan.tree(lora_specs(model, lora)))}
+    trained, base = with_adapter(config, model, params, plan, lora)
     if config.critic == "none":
         return trained, base
     head = init_value_head(model.config, config.param_dtype)
@@ -117,6 +122,7 @@ def make_credit(config: GRPOConfig, algorithm: algos.Preset, own: Callable[..., 
         scale=algorithm.scale_rewards,
         baseline=algorithm.advantage_baseline,
         drop=algorithm.drop,
+        outlier_limit=config.outlier_limit,
         overlong_buffer=algorithm.overlong_buffer,
         max_length=config.max_completion_length,
         length_penalty=config.length_penalty,
@@ -124,6 +130,7 @@ def make_credit(config: GRPOConfig, algorithm: algos.Preset, own: Callable[..., 
         pass_k=config.pass_k,
         discount=config.gamma,
         lam=config.lam,
+        discount_per=config.discount_per,
         actions=config.actions,
         ngram=config.ngram,
         own=own,

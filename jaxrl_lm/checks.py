@@ -111,6 +111,7 @@ def updates_per_step(config: GRPOConfig) -> int:
 RANGES = {
     "gamma": (0.0, 1.0),
     "lam": (-math.ulp(0.0), 1.0),
+    "outlier_limit": (0.0, math.inf),
     "dual_clip": (1.0, math.inf),
     "log_ratio_clip": (0.0, math.inf),
     "target_kl": (0.0, math.inf),

@@ -218,7 +218,7 @@ class PPOConfig(GRPOConfig):
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
-class SFTConfig(OptimizerOptions, TemplateOptions, MachineOptions):
+class SFTConfig(LoraOptions, OptimizerOptions, TemplateOptions, MachineOptions):
     """Options of supervised steps on prompt-completion rows."""
 
     model: str

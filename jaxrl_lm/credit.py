@@ -58,6 +58,7 @@ class CreditRule:
     scale: str = "group"
     baseline: float = 0.0
     drop: str = "none"
+    outlier_limit: float | None = None
     overlong_buffer: int = 0
     max_length: int | None = None
     length_penalty: float = 0.0
@@ -65,6 +66,7 @@ class CreditRule:
     pass_k: int = 1
     discount: float = 1.0
     lam: float = 0.95
+    discount_per: str = "action"
     actions: Actions = "token"
     ngram: int = 1
     own: Callable[..., jax.Array] | None = None  # (returns, *, group_size, valid) -> [N]
@@ -84,11 +86,15 @@ class CreditRule:
         return Credit(jnp.where(mask, rows[:, None], 0.0), None, learns, kl)
 
     def _kept(self, outcomes: Outcomes) -> Bool[Array, "N"]:
-        if self.drop == "none":
-            return outcomes.valid
+        """Rows that neither outliers nor their groups take out."""
+        returns, kept = outcomes.returns, outcomes.valid
+        if self.outlier_limit is not None:
+            kept = kept & ~algos.outlier_rows(returns, limit=self.outlier_limit, valid=outcomes.valid)
         if self.drop == "wrong":
-            return outcomes.returns >= 0.5
-        return algos.mixed_groups(outcomes.returns, group_size=self.group_size, valid=outcomes.valid, drop=self.drop)
+            kept = kept & (returns >= 0.5)
+        elif self.drop != "none":
+            kept = kept & algos.mixed_groups(returns, group_size=self.group_size, valid=outcomes.valid, drop=self.drop)
+        return kept
 
     def _shaped(self, outcomes: Outcomes) -> Float[Array, "N"]:
         """Returns with what length and rarity add or take."""
@@ -129,10 +135,9 @@ class CreditRule:
         if outcomes.kl is not None:
             rewards = rewards - outcomes.kl_coefficient * masked.select(outcomes.kl, mask)
         ids = action_ids(mask, outcomes.turn_ids, actions=self.actions, n=self.ngram)
+        options = {"discount": self.discount, "discount_per": self.discount_per, "action_ids": ids}
         if self.advantage == "batch":
-            togo = algos.returns_to_go(rewards, mask, discount=self.discount, action_ids=ids)
+            togo = algos.returns_to_go(rewards, mask, **options)
             return masked.whiten(togo, mask), None
-        advantages, targets = algos.gae(
-            rewards, outcomes.values, mask, discount=self.discount, lam=self.lam, action_ids=ids
-        )
+        advantages, targets = algos.gae(rewards, outcomes.values, mask, lam=self.lam, **options)
         return masked.whiten(advantages, mask), targets

@@ -10,12 +10,12 @@ from typing import Any, NamedTuple
 
 import jax
 
-from jaxrl_lm.assemble import load_model
+from jaxrl_lm.assemble import load_model, lora_of, with_adapter
 from jaxrl_lm.config import SFTConfig
 from jaxrl_lm.data import batch_indices, pad_rows, read_rows
 from jaxrl_lm.encode import EncodedPairs, encode_completions
 from jaxrl_lm.metrics import result
-from jaxrl_lm.models import Model, eos_token_ids
+from jaxrl_lm.models import Model, eos_token_ids, merge
 from jaxrl_lm.objectives import SFTObjective
 from jaxrl_lm.optim import optimizer_of
 from jaxrl_lm.prepare import build_plan
@@ -29,7 +29,8 @@ class SFTSetup(NamedTuple):
     config: SFTConfig
     directory: Path
     model: Model
-    params: Params
+    params: dict[str, Params]  # what is trained, by name
+    base: Params | None  # under LoRA: the weights below the adapter
     tokenizer: Any
     generation: dict[str, Any]
     steps: Steps
@@ -68,6 +69,8 @@ def prepare_sft(config: SFTConfig, *, dataset: Any = None) -> SFTSetup:
     dropped = f"{data.dropped} rows dropped, longer than max_length={config.max_length}"
     notes = [dropped] if data.dropped else []
     _, tx = optimizer_of(config, total_steps=config.max_steps)
+    lora = lora_of(config)
+    trained, base = with_adapter(config, model, params, plan, lora)
     steps = compile_steps(
         model,
         plan,
@@ -77,11 +80,19 @@ def prepare_sft(config: SFTConfig, *, dataset: Any = None) -> SFTSetup:
         rows=config.rows_per_step,
         microbatches=config.rows_per_step // microbatch,
         score_chunk=config.score_chunk,
+        lora=lora,
     )
     pad = tokenizer.pad_token_id if tokenizer.pad_token_id is not None else eos[0]
     return SFTSetup(
-        config, Path(config.output_dir), model, params, tokenizer, generation, steps, data, notes, lengths, pad
+        config, Path(config.output_dir), model, trained, base, tokenizer, generation, steps, data, notes, lengths, pad
     )  # fmt: skip
+
+
+def sft_policy(setup: SFTSetup, state: TrainState) -> Params:
+    """The weights that a state stands for: an adapter is merged into those below it."""
+    lora = lora_of(setup.config)
+    policy = state.params["policy"]
+    return policy if lora is None else merge(setup.base, policy, lora)
 
 
 def sft_steps(setup: SFTSetup) -> Iterator[tuple[int, TrainState, dict[str, float]]]:
@@ -91,12 +102,12 @@ def sft_steps(setup: SFTSetup) -> Iterator[tuple[int, TrainState, dict[str, floa
     """
     config, steps = setup.config, setup.steps
     key = jax.device_put(jax.random.key(config.seed), steps.plan.replicated)
-    state = steps.init({"policy": setup.params}, key)
+    state, frozen = steps.init(setup.params, key), Frozen(base=setup.base)
     for step in range(1, config.max_steps + 1):
         position = (step - 1) * config.rows_per_step
         indices = batch_indices(len(setup.data.pairs), seed=config.seed, position=position, count=config.rows_per_step)
         arrays = pad_rows([setup.data.pairs[i] for i in indices], *setup.lengths, setup.pad_token_id)
-        state, found = steps.update(state, Frozen(), steps.sft_batch(*steps.place(arrays)))
+        state, found = steps.update(state, frozen, steps.sft_batch(*steps.place(arrays)))
         metrics = result(found)
         if metrics.pop("nonfinite"):
             raise FloatingPointError(f"step {step}: the loss or its gradient is not finite; lower learning_rate")

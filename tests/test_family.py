@@ -284,3 +284,20 @@ def test_train_refuses_several_seeds(run):
 def test_options_that_contradict_each_other(run, changes, message):
     with pytest.raises(ValueError, match=message):
         run(**changes)
+
+
+def test_a_mesh_does_not_change_ppo(run):
+    """Whitening, value weights and denominators are those of the global batch, however its rows are split."""
+    options = {
+        "prompts_per_step": 8,
+        "num_generations": 2,
+        "num_iterations": 2,
+        "minibatch_completions": 8,
+        "max_steps": 1,
+    }
+    meshes = {"rows": {"data": 8}, "both": {"fsdp": 4, "tensor": 2}}
+    first, second = (
+        run("PPOConfig", directory=name, mesh=mesh, **options)[0].metrics[0] for name, mesh in meshes.items()
+    )
+    for name in ("loss", "value_loss", "kl", "grad_norm", "entropy", "approx_kl", "explained_variance", "reward"):
+        assert first[name] == pytest.approx(second[name], rel=1e-3, abs=1e-5), name

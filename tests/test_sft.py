@@ -11,7 +11,8 @@ from transformers import AutoModelForCausalLM
 from jaxrl_lm import SFTConfig
 from jaxrl_lm.data import batch_indices, pad_rows
 from jaxrl_lm.lab.task import demonstration_rows, make_problems
-from jaxrl_lm.sft import prepare_sft, sft_steps
+from jaxrl_lm.models import load
+from jaxrl_lm.sft import prepare_sft, sft_policy, sft_steps
 
 EOS = 1  # of the lab's tokenizer
 
@@ -154,3 +155,26 @@ def test_options_that_do_not_fit(changes, message, options, rows):
 def test_a_row_without_a_completion_is_named(options, rows):
     with pytest.raises(ValueError, match="dataset: row 14 has no 'completion'"):
         prepare_sft(options(), dataset=[*rows, {"prompt": "1+1="}])
+
+
+def test_an_adapter_learns_over_frozen_weights(options, rows, model):
+    setup = prepare_sft(options(lora_rank=4, max_steps=6), dataset=rows)
+    losses, state = [], None
+    for _, newest, values in sft_steps(setup):
+        state = newest
+        losses.append(values["loss"])
+    assert losses[-1] < losses[0]
+    _, base, _ = load(model)
+    jax.tree.map(np.testing.assert_array_equal, jax.device_get(setup.base), base)
+    kernel = lambda params: np.asarray(params["layers"]["attn"]["q_proj"]["kernel"])
+    merged = sft_policy(setup, state)
+    assert np.abs(kernel(merged) - kernel(base)).max() > 1e-4
+    assert (
+        sum(leaf.size for leaf in jax.tree.leaves(state.params)) < sum(leaf.size for leaf in jax.tree.leaves(base)) / 2
+    )
+
+
+def test_the_first_loss_of_an_adapter_is_the_base_models(options, rows, trained):
+    setup = prepare_sft(options(lora_rank=4, max_steps=1), dataset=rows)
+    _, _, values = next(sft_steps(setup))
+    assert values["loss"] == pytest.approx(trained[0][0]["loss"], rel=1e-6)

@@ -27,7 +27,7 @@ from jaxrl_lm.models import ModelConfig, build, save
 from jaxrl_lm.options import to_toml
 from jaxrl_lm.prepare import Setup, prepare
 from jaxrl_lm.report import load_metrics
-from jaxrl_lm.sft import SFTSetup, prepare_sft, sft_steps
+from jaxrl_lm.sft import SFTSetup, prepare_sft, sft_policy, sft_steps
 from jaxrl_lm.types import TrainState
 
 REWARD = "jaxrl_lm.lab.task:lab_answer"
@@ -167,7 +167,7 @@ def supervised(config: SFTConfig, target: Path) -> None:
         state = newest
         if step % 50 == 0 or step == config.max_steps:
             print(f"   step {step}/{config.max_steps}  loss {metrics['loss']:.3f}", flush=True)
-    save(target, setup.model, state.params["policy"], setup.tokenizer, generation_config=setup.generation)
+    save(target, setup.model, sft_policy(setup, state), setup.tokenizer, generation_config=setup.generation)
 
 
 def training_seconds(history: list[dict[str, Any]]) -> float:

@@ -1,0 +1,252 @@
+"""The rules between rewards and the loss: which estimator, which rows, which weights an option stands for."""
+
+import dataclasses
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from test_presets import G, N, T, arrays
+
+from jaxrl_lm import algos, masked
+from jaxrl_lm.batch import BatchRule, Coefficients, Rated
+from jaxrl_lm.credit import Credit, CreditRule, Outcomes, action_ids
+from jaxrl_lm.types import Rollout, Scores
+
+X = arrays()
+MASK = np.asarray(X["mask"])
+GREEDY = jnp.asarray(np.linspace(0, 1, N), jnp.float32)
+PLAIN = Outcomes(X["returns"], X["valid"], X["mask"], X["logprobs"], X["turn_ids"], None, None, X["values"], GREEDY)
+
+
+def credit(outcomes=PLAIN, **options):
+    return CreditRule(**{"group_size": G, "max_length": T} | options)(outcomes)
+
+
+def per_row(rows):
+    return np.where(MASK & np.asarray(X["valid"])[:, None], np.asarray(rows)[:, None], 0.0)
+
+
+# --- credit -----------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("options", "expected"),
+    [
+        ({"advantage": "group"}, lambda r, v: algos.group_advantages(r, group_size=G, valid=v)),
+        ({"advantage": "group", "scale": "none"},
+         lambda r, v: algos.group_advantages(r, group_size=G, scale="none", valid=v)),
+        ({"advantage": "leave-one-out"}, lambda r, v: algos.leave_one_out_advantages(r, group_size=G, valid=v)),
+        ({"advantage": "greedy"}, lambda r, v: algos.greedy_baseline_advantages(r, GREEDY, valid=v)),
+        ({"advantage": "constant", "baseline": 0.3},
+         lambda r, v: algos.constant_baseline_advantages(r, baseline=0.3, valid=v)),
+        ({"advantage": "max-rl"}, lambda r, v: algos.max_rl_advantages(r, group_size=G, valid=v)),
+        ({"advantage": "pass-at-k", "pass_k": 2}, lambda r, v: algos.pass_at_k_advantages(r, group_size=G, k=2, valid=v)),
+        ({"advantage": "accepted"}, lambda r, v: algos.accepted_advantages(r, valid=v)),
+        ({"own": lambda r, *, group_size, valid: 2.0 * r}, lambda r, v: 2.0 * r),
+    ],
+    ids=str,
+)  # fmt: skip
+def test_every_row_estimator_by_its_name(options, expected):
+    found = credit(**options)
+    np.testing.assert_allclose(found.advantages, per_row(expected(X["returns"], X["valid"])), rtol=1e-6)
+    assert found.targets is None
+    np.testing.assert_array_equal(found.learns, X["valid"])
+
+
+def test_an_unknown_estimator_is_an_error():
+    with pytest.raises(ValueError, match="advantage='mean' is unknown"):
+        credit(advantage="mean")
+
+
+@pytest.mark.parametrize("actions", ["token", "ngram", "turn", "sequence"])
+@pytest.mark.parametrize("discount_per", ["action", "token"])
+def test_token_estimators_pay_the_return_at_the_end_and_the_kl_where_it_arises(actions, discount_per):
+    kl = jnp.where(X["mask"], X["old"] - X["ref"], jnp.nan)
+    outcomes = PLAIN._replace(kl=kl, kl_coefficient=jnp.float32(0.1))
+    mask = X["mask"] & X["valid"][:, None]
+    rewards = algos.token_rewards(X["returns"], mask) - 0.1 * masked.select(kl, mask)
+    ids = action_ids(mask, X["turn_ids"], actions=actions, n=2)
+    options = {"discount": 0.9, "discount_per": discount_per, "actions": actions, "ngram": 2}
+    how = {"discount": 0.9, "discount_per": discount_per, "action_ids": ids}
+    found = credit(outcomes, advantage="gae", lam=0.8, **options)
+    advantages, targets = algos.gae(rewards, X["values"], mask, lam=0.8, **how)
+    np.testing.assert_allclose(found.advantages, masked.whiten(advantages, mask), rtol=1e-5, atol=1e-6)
+    np.testing.assert_allclose(found.targets, targets, rtol=1e-6)
+    found = credit(outcomes, advantage="batch", **options)
+    togo = algos.returns_to_go(rewards, mask, **how)
+    np.testing.assert_allclose(found.advantages, masked.whiten(togo, mask), rtol=1e-5, atol=1e-6)
+    np.testing.assert_allclose(found.kl, np.where(MASK, kl, 0).sum(1), rtol=1e-5)
+
+
+def test_a_kl_is_taken_off_whole_returns():
+    kl = jnp.where(X["mask"], X["old"] - X["ref"], jnp.nan)
+    found = credit(PLAIN._replace(kl=kl, kl_coefficient=jnp.float32(0.1)), advantage="constant")
+    np.testing.assert_allclose(
+        found.advantages, per_row(np.asarray(X["returns"]) - 0.1 * np.where(MASK, kl, 0).sum(1)), rtol=1e-5, atol=1e-6
+    )
+
+
+def test_filters_judge_raw_returns_and_shaping_follows():
+    lengths = X["mask"].sum(1)
+    options = {"overlong_buffer": 4, "length_penalty": 0.5, "unlikeliness": 0.25, "advantage": "constant"}
+    found = credit(drop="equal", **options)
+    kept = np.asarray(X["valid"]) & ~np.isin(np.arange(N), range(4, 8))
+    np.testing.assert_array_equal(found.learns, kept)
+    group = {"group_size": G, "valid": X["valid"]}
+    sums = jnp.where(X["mask"], X["logprobs"], 0).sum(1)
+    expected = (
+        algos.unlikeliness_rewards(X["returns"], sums, beta=0.25, **group)
+        + algos.overlong_penalty(lengths, max_length=T, cache=4)
+        + 0.5 * algos.length_penalty(X["returns"], lengths, **group)
+    )
+    np.testing.assert_allclose(
+        found.advantages, np.where(MASK & kept[:, None], np.asarray(expected)[:, None], 0), rtol=1e-5, atol=1e-6
+    )
+
+
+def test_outliers_and_wrong_rows_do_not_learn():
+    returns = jnp.asarray([0, 1, 0, 1, 1, 0, 1, 0, 50, 1, 0, 1], jnp.float32)
+    outcomes = PLAIN._replace(returns=returns, valid=jnp.ones(N, bool))
+    assert np.flatnonzero(~np.asarray(credit(outcomes, outlier_limit=5.0).learns)).tolist() == [8]
+    both = credit(outcomes, outlier_limit=5.0, drop="wrong").learns
+    np.testing.assert_array_equal(both, (np.asarray(returns) == 1))
+
+
+# --- weights ----------------------------------------------------------------------------------------------------------
+
+RATED = Rated(
+    rollout=Rollout(
+        tokens=X["tokens"],
+        segment_ids=jnp.ones((N, T), jnp.int32),
+        action_mask=X["mask"],
+        logprobs=X["logprobs"],
+        behaviour_logprobs=None,
+        truncated=jnp.asarray(np.arange(N) == 2),
+        turn_ids=X["turn_ids"],
+        policy_step=jnp.zeros((N, T), jnp.int32),
+    ),
+    temperature=jnp.ones(N, jnp.float32),
+    credit=credit(),
+    old=Scores(X["old"], X["entropy"]),
+    values=None,
+    ref_logprobs=X["ref"],
+)
+ROWS = jnp.arange(N, dtype=jnp.int32)
+
+
+def batch(rated=RATED, *, kl=0.1, entropy=0.01, policy=1.0, **options):
+    coefficients = Coefficients(*(jnp.float32(value) for value in (kl, entropy, policy)))
+    return BatchRule(**{"group_size": G, "entropy_bonus": True} | options)(rated, coefficients, jax.random.key(0), ROWS)
+
+
+MINE = X["mask"] & X["valid"][:, None]
+BASE = np.asarray(algos.token_weights(MINE))
+
+
+def test_each_term_has_weights_of_its_own():
+    found = batch()
+    np.testing.assert_allclose(found.weights, BASE)
+    np.testing.assert_allclose(found.kl_weights, 0.1 * BASE, rtol=1e-6)
+    np.testing.assert_allclose(found.entropy_weights, 0.01 * BASE, rtol=1e-6)
+    assert found.old_kl_weights is None
+    assert batch(entropy_bonus=False).entropy_weights is None
+    assert batch(RATED._replace(ref_logprobs=None)).kl_weights is None
+
+
+def test_nothing_of_the_policy_learns_while_the_critic_warms_up():
+    found = batch(policy=0.0, entropy_clip="kl_cov", cov_share=0.5)
+    for weights in (found.weights, found.kl_weights, found.entropy_weights, found.old_kl_weights):
+        assert not np.any(weights)
+
+
+def test_a_correction_multiplies_the_weights_of_the_policy_alone():
+    ratio = algos.sampler_correction(X["old"], X["logprobs"], MINE, mode="token_truncate", cap=1.001)
+    found = batch(sampler_correction="token_truncate", correction_cap=1.001)
+    np.testing.assert_allclose(found.weights, BASE * np.asarray(ratio), rtol=1e-6)
+    np.testing.assert_allclose(found.kl_weights, 0.1 * BASE, rtol=1e-6)
+    behaviour = RATED._replace(rollout=RATED.rollout._replace(behaviour_logprobs=X["old"]))
+    np.testing.assert_allclose(batch(behaviour, sampler_correction="token_truncate").weights, BASE, rtol=1e-6)
+
+
+def test_masked_tokens_stay_in_the_denominators():
+    top = np.asarray(algos.top_entropy_mask(X["entropy"], MINE, share=0.3))
+    found = batch(top_entropy_share=0.3)
+    np.testing.assert_allclose(found.weights, np.where(top, BASE, 0))
+    np.testing.assert_allclose(found.kl_weights, 0.1 * BASE, rtol=1e-6)
+    found = batch(entropy_clip="clip_cov", cov_share=0.2, cov_low=-1e9, cov_high=1e9)
+    assert (np.asarray(found.weights) == 0).sum() == (BASE == 0).sum() + np.ceil(
+        np.float32(0.2) * np.asarray(MINE).sum()
+    )
+    found = batch(entropy_clip="kl_cov", cov_share=0.2, kl_cov_coef=3.0)
+    chosen = np.asarray(algos.kl_cov_mask(X["old"], found.advantages, MINE, share=0.2))
+    np.testing.assert_allclose(found.old_kl_weights, np.where(chosen, 3 * BASE, 0), rtol=1e-6)
+    np.testing.assert_allclose(found.weights, BASE)
+
+
+@pytest.mark.parametrize("name", ["entropy_shaped", "entropy", "planning", "low_probability"])
+def test_a_token_scale_multiplies_the_advantages(name):
+    options = {"scale_alpha": 0.3, "scale_kappa": 2.5, "scale_token_ids": (1, 2, 3)}
+    found = batch(token_scale=name, **options)
+    advantages = np.where(MINE, RATED.credit.advantages, 0.0)
+    given = X["entropy"], jnp.asarray(advantages), MINE
+    scale = {
+        "entropy_shaped": lambda: algos.entropy_shaped_scale(*given, alpha=0.3, kappa=2.5),
+        "entropy": lambda: algos.gtpo_scale(*given, group_size=G, share=0.3),
+        "planning": lambda: algos.planning_token_scale(X["tokens"], MINE, token_ids=(1, 2, 3), weight=2.5),
+        "low_probability": lambda: algos.low_probability_scale(X["old"], MINE, alpha=0.3),
+    }[name]()  # fmt: skip
+    if name != "entropy_shaped":
+        scale = algos.normalise_scale(scale, MINE)
+        sizes = np.asarray(MINE).sum(1)
+        np.testing.assert_allclose(np.where(MINE, scale, 0).sum(1)[sizes > 0], sizes[sizes > 0], rtol=1e-5)
+    np.testing.assert_allclose(found.advantages, advantages * np.asarray(scale), rtol=1e-5, atol=1e-7)
+    assert not np.allclose(found.advantages, advantages)
+
+
+def test_critical_tokens_have_a_kl_of_their_own():
+    found = batch(kl_power=2.0)
+    expected = 0.1 * BASE * np.asarray(algos.critical_kl_weight(X["ref"], MINE, power=2.0))
+    np.testing.assert_allclose(found.kl_weights, expected, rtol=1e-5)
+
+
+def test_larger_actions_weigh_as_one():
+    ids = action_ids(MINE, X["turn_ids"], actions="ngram", n=3)
+    found = batch(actions="ngram", ngram=3)
+    np.testing.assert_array_equal(found.action_ids, ids)
+    np.testing.assert_allclose(found.weights, algos.token_weights(MINE, action_ids=ids))
+
+
+def test_truncated_rows_leave_the_batch():
+    found = batch(mask_truncated=True)
+    mask = MINE & (jnp.arange(N) != 2)[:, None]
+    np.testing.assert_allclose(found.weights, algos.token_weights(mask))
+    assert not found.valid[2]
+
+
+def test_what_reads_scores_says_so():
+    plain = BatchRule()
+    assert not plain.needs_old
+    reads = {
+        "sampler_correction": "token_mask",
+        "token_scale": "entropy",
+        "entropy_clip": "clip_cov",
+        "top_entropy_share": 0.5,
+    }
+    for name, value in reads.items():
+        assert dataclasses.replace(plain, **{name: value}).needs_old, name
+    assert batch(RATED._replace(old=None)).old_logprobs is None
+    kept = batch(RATED._replace(old=None), keep_old=True)
+    np.testing.assert_array_equal(kept.old_logprobs, X["logprobs"])
+    np.testing.assert_array_equal(batch(keep_old=True).old_logprobs, X["old"])
+
+
+def test_a_critic_learns_at_the_first_token_of_each_action():
+    targets = jnp.where(X["mask"], X["values"] + 1.0, jnp.nan)
+    rated = RATED._replace(values=X["values"], credit=Credit(RATED.credit.advantages, targets, X["valid"], None))
+    coefficients = Coefficients(jnp.float32(0), jnp.float32(0), jnp.float32(1))
+    found = BatchRule(actions="ngram", ngram=3).critic(rated, coefficients, jax.random.key(0), ROWS)
+    starts = algos.action_starts(MINE, action_ids(MINE, X["turn_ids"], actions="ngram", n=3))
+    np.testing.assert_allclose(found.value_weights, algos.token_weights(starts))
+    np.testing.assert_array_equal(found.returns, np.where(MINE, targets, 0))
+    np.testing.assert_array_equal(found.old_values, X["values"])
