@@ -137,6 +137,12 @@ def make_credit(config: GRPOConfig, algorithm: algos.Preset, own: Callable[..., 
     )
 
 
+def _most_actions(config: GRPOConfig) -> int:
+    """Actions of the longest completion: what a constant length counts. One turn is all that there is yet."""
+    tokens = config.max_completion_length
+    return {"token": tokens, "ngram": -(-tokens // config.ngram), "turn": 1, "sequence": 1}[config.actions]
+
+
 def make_batch_rules(config: GRPOConfig, algorithm: algos.Preset, tokenizer) -> tuple[BatchRule, BatchRule]:
     """How batches are built, and how once the sampler is too far from the scorer for its log-probs to be used."""
     words = [tokenizer.encode(word, add_special_tokens=False) for word in config.planning_tokens]
@@ -144,7 +150,7 @@ def make_batch_rules(config: GRPOConfig, algorithm: algos.Preset, tokenizer) -> 
     rule = BatchRule(
         group_size=config.num_generations,
         over=algorithm.loss_agg_mode,
-        length=config.max_completion_length,
+        length=_most_actions(config),
         mask_truncated=config.mask_truncated_completions,
         keep_old=not sampler or updates_per_step(config) > 1 or config.replay_groups > 0,
         actions=config.actions,
@@ -165,7 +171,7 @@ def make_batch_rules(config: GRPOConfig, algorithm: algos.Preset, tokenizer) -> 
         cov_high=config.cov_high,
         kl_cov_coef=config.kl_cov_coef,
     )
-    if not sampler:
+    if not sampler or config.sampler_correction == "none":
         return rule, rule
     correction = "token_truncate" if rule.sampler_correction == "none" else rule.sampler_correction
     return rule, dataclasses.replace(rule, keep_old=True, sampler_correction=correction)

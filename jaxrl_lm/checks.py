@@ -16,6 +16,12 @@ from jaxrl_lm.rewards import RewardFunction, route
 # The least value that an option may have.
 LEAST = {
     "prompts_per_step": 1,
+    "num_generations": 1,
+    "max_drift": 0,
+    "kl_token_power": 0,
+    "kl_cov_coef": 0,
+    "sampler_correction_cap": 0,
+    "token_scale_kappa": 1,
     "max_completion_length": 1,
     "num_iterations": 1,
     "minibatch_completions": 1,
@@ -112,6 +118,11 @@ RANGES = {
     "gamma": (0.0, 1.0),
     "lam": (-math.ulp(0.0), 1.0),
     "outlier_limit": (0.0, math.inf),
+    "token_scale_alpha": (-math.ulp(0.0), 1.0),
+    "sapo_temperature_pos": (0.0, math.inf),
+    "sapo_temperature_neg": (0.0, math.inf),
+    "delta": (1.0, math.inf),
+    "cliprange_value": (0.0, math.inf),
     "dual_clip": (1.0, math.inf),
     "log_ratio_clip": (0.0, math.inf),
     "target_kl": (0.0, math.inf),
@@ -135,8 +146,6 @@ def check(config: GRPOConfig, devices: int) -> None:
         raise ValueError(f"temperature={config.temperature}: training samples, so it must be above 0")
     _check_algorithm(config)
     _check_sizes(config, devices)
-    if not config.reward:
-        raise ValueError("reward: no reward function is given")
     if config.max_steps is not None and config.num_epochs is not None:
         raise ValueError("max_steps and num_epochs are both given: say in one of them how long to train")
     if config.best_metric is not None and not (config.eval_steps and config.eval_dataset):
@@ -227,7 +236,73 @@ def _check_algorithm(config: GRPOConfig) -> None:
         )
     if config.token_scale == "planning" and not config.planning_tokens:
         raise ValueError("token_scale='planning' needs planning_tokens")
+    if config.cov_low > config.cov_high:
+        raise ValueError(f"cov_low={config.cov_low} is above cov_high={config.cov_high}")
+    if config.oversample > 1 and group < 2:
+        raise ValueError(
+            f"oversample={config.oversample} with num_generations=1 would train on the best of several completions alone: "
+            "use 2 or more"
+        )
+    if config.critic_warmup_steps and config.weight_decay:
+        raise ValueError("critic_warmup_steps: weight_decay would move the policy meanwhile; leave one of them out")
+    _check_replay(config, chosen)
+    _check_right_and_wrong(config, chosen)
+    _check_idle(config, chosen)
     _check_kl(config, chosen)
+
+
+def _check_replay(config: GRPOConfig, chosen: algos.Preset) -> None:
+    if config.replay_groups and old_logprobs_of(config) == "sampler":
+        raise ValueError("replay_groups: old rows need a ratio to the policy of now: use old_logprobs='recompute'")
+    if config.replay_groups and chosen.surrogate == "policy-gradient" and chosen.sampler_correction == "none":
+        raise ValueError(
+            "replay_groups with surrogate='policy-gradient' needs a sampler_correction: it has no other ratio"
+        )
+
+
+def _check_right_and_wrong(config: GRPOConfig, chosen: algos.Preset) -> None:
+    """Raises ValueError where something that asks whether a reward is at least 0.5, or by how much above 0, gets another
+    number to judge."""
+    judges = chosen.advantage in ("accepted", "pass-at-k", "max-rl")
+    shaped = {
+        "kl_in='reward'": chosen.beta and chosen.kl_in == "reward",
+        "overlong_buffer": chosen.overlong_buffer,
+        "length_penalty": config.length_penalty,
+        "unlikeliness": config.unlikeliness,
+    }
+    for name, given in shaped.items():
+        if judges and given:
+            raise ValueError(
+                f"{name} changes the rewards that advantage={chosen.advantage!r} judges: leave one of them out"
+            )
+    judges = judges or chosen.drop not in ("none", "equal") or config.length_penalty or config.unlikeliness
+    if judges and config.multi_objective_aggregation == "normalize_then_sum":
+        raise ValueError(
+            "multi_objective_aggregation='normalize_then_sum' leaves no reward that is right from 0.5 up, which advantage="
+            f"{chosen.advantage!r}, drop={chosen.drop!r}, length_penalty or unlikeliness would need: use sum_then_normalize"
+        )
+
+
+def _check_idle(config: GRPOConfig, chosen: algos.Preset) -> None:
+    """Raises ValueError for an option that was given and that nothing reads."""
+    idle = {
+        "scale_rewards": config.scale_rewards is not None and chosen.advantage != "group",
+        "advantage_baseline": config.advantage_baseline is not None and chosen.advantage != "constant",
+        "importance_sampling_level": config.importance_sampling_level is not None
+        and chosen.surrogate == "policy-gradient",
+        "gamma": config.gamma != 1 and chosen.advantage not in ("gae", "batch"),
+        "critic_model": config.critic_model is not None and config.critic != "separate",
+        "critic_warmup_steps": config.critic_warmup_steps and config.critic == "none",
+        "planning_tokens": config.planning_tokens and config.token_scale != "planning",
+        "sampler_correction_cap": config.sampler_correction_cap is not None and chosen.sampler_correction == "none",
+        "kl_estimator": config.kl_estimator is not None and not needs_reference(config),
+    }
+    for name, given in idle.items():
+        if given:
+            raise ValueError(
+                f"{name}={getattr(config, name)!r} has no effect on the algorithm that is chosen (advantage="
+                f"{chosen.advantage!r}, surrogate={chosen.surrogate!r}): leave it out"
+            )
 
 
 def _check_kl(config: GRPOConfig, chosen: algos.Preset) -> None:
@@ -236,6 +311,8 @@ def _check_kl(config: GRPOConfig, chosen: algos.Preset) -> None:
             "kl_estimator='k1' as a loss has an expected gradient of 0 and regularises nothing: use k3 or k2, or "
             "kl_in='reward'"
         )
+    if config.reference_ema is not None and config.param_dtype == "bfloat16":
+        raise ValueError("reference_ema with param_dtype='bfloat16': its small steps round to nothing; use float32")
     if config.reference_reset_steps is not None and config.reference_ema is not None:
         raise ValueError("reference_reset_steps and reference_ema are both given: the reference moves by one of them")
     if moves_reference(config) and not needs_reference(config):
@@ -261,6 +338,10 @@ def _check_kl(config: GRPOConfig, chosen: algos.Preset) -> None:
 
 def check_own(config: GRPOConfig, *, advantages: Any, objective: Any) -> None:
     """Raises ValueError where an option speaks of a part that a function of the caller's replaces."""
+    if advantages is not None and config.critic != "none":
+        raise ValueError(
+            "critic: its values belong to advantage gae, which an advantages function of your own replaces"
+        )
     replaced = {
         "objective": (
             objective,
@@ -283,7 +364,9 @@ def check_own(config: GRPOConfig, *, advantages: Any, objective: Any) -> None:
 
 
 def check_rewards(config: GRPOConfig, rewards: Sequence[RewardFunction]) -> None:
-    """Raises ValueError where true_reward names no function, or no function has a weight."""
+    """Raises ValueError for no function, where true_reward names none, or where none has a weight."""
+    if not rewards:
+        raise ValueError("reward: no reward function is given")
     if config.true_reward is not None and config.true_reward not in [function.name for function in rewards]:
         raise ValueError(f"true_reward={config.true_reward!r} is none of the reward functions")
     if not any(function.weight for function in rewards):

@@ -26,8 +26,9 @@ class Judged(NamedTuple):
     sampled: Sampled
     indices: list[int]  # of each group's prompt
     values: Float64[np.ndarray, "n F"]  # NaN: the function abstained
-    returns: Float64[np.ndarray, " n"]
+    returns: Float64[np.ndarray, " n"]  # scaled, as multi_objective_aggregation says
     valid: Bool[np.ndarray, " n"]
+    plain: Float64[np.ndarray, " n"]  # the weighted sum as it is: what is right or wrong
 
 
 class Collected(NamedTuple):
@@ -69,9 +70,9 @@ def collect(
         kept = [(kept[0][0], np.arange(config.prompts_per_step))]
     if host.replay is not None:
         metrics["replay/groups"] = float(len(replayed))
-    judged, greedy = _batch(setup, kept, replayed), None
+    judged, greedy, more = _batch(setup, kept, replayed), None, 0
     if setup.algorithm.advantage == "greedy":
-        greedy, answered = _greedy(
+        greedy, answered, more = _greedy(
             setup, host, decode_params, key, judged.indices, policy_step=policy_step, clock=clock
         )
         judged = judged._replace(valid=judged.valid & answered)
@@ -80,7 +81,7 @@ def collect(
         judged=judged,
         greedy_returns=greedy,
         metrics=metrics,
-        generated=sum(len(ids) for one in fresh for ids in one.sampled.completion_ids),
+        generated=more + sum(len(ids) for one in fresh for ids in one.sampled.completion_ids),
         prompt_tokens=config.num_generations * sum(len(setup.prompts.ids[index]) for index in asked),
     )
 
@@ -115,7 +116,7 @@ def _sample(
     # [count, times · G]: all completions of a prompt side by side.
     values = np.concatenate([table.reshape(count, group, -1) for table in tables], axis=1)
     wide = values.shape[1]
-    returns, valid = _combine(setup, values.reshape(count * wide, -1), wide)
+    returns, valid, _ = _combine(setup, values.reshape(count * wide, -1), wide)
     columns = choose_rows(returns.reshape(count, wide), valid.reshape(count, wide), group, how=config.oversample_select)
     parts = [
         (calls[column // group], [place * group + column % group])
@@ -128,8 +129,12 @@ def _sample(
 
 
 def _combine(setup: Setup, values: Float64[np.ndarray, "n F"], group: int):
+    """Returns, valid, plain returns."""
     weights = [function.weight for function in setup.rewards]
-    return combine(values, weights, group_size=group, aggregation=setup.config.multi_objective_aggregation)
+    how = setup.config.multi_objective_aggregation
+    plain, valid = combine(values, weights, group_size=group)
+    scaled = plain if how == "sum_then_normalize" else combine(values, weights, group_size=group, aggregation=how)[0]
+    return scaled, valid, plain
 
 
 def _placed(setup: Setup, sampled: Sampled) -> Sampled:
@@ -154,8 +159,8 @@ def _batch(setup: Setup, kept: Sequence[tuple[Judged, np.ndarray]], replayed: Se
 
 def _greedy(
     setup: Setup, host: Host, decode_params, key, indices: list[int], *, policy_step: int, clock: Clock
-) -> tuple[Float64[np.ndarray, " n"], Bool[np.ndarray, " n"]]:
-    """Each row's baseline, the return of the greedy answer to its prompt, and whether it has one."""
+) -> tuple[Float64[np.ndarray, " n"], Bool[np.ndarray, " n"], int]:
+    """Each row's baseline, the return of the greedy answer to its prompt; whether it has one; the answers' tokens."""
     group = setup.config.num_generations
     with clock("generate"):
         sampled = setup.sampler(
@@ -172,8 +177,9 @@ def _greedy(
     with clock("reward"):
         rows = list(range(0, sampled.count, group))
         answers = join([(sampled, rows)], rows=len(rows), pad_token_id=setup.sampler.pad_token_id)
-        returns, valid = _combine(setup, reward_table(setup.rewards, answers, 1), 1)
-    return np.repeat(returns, group), np.repeat(valid, group)
+        returns, valid, _ = _combine(setup, reward_table(setup.rewards, answers, 1), 1)
+    tokens = sum(map(len, answers.completion_ids))
+    return np.repeat(returns, group), np.repeat(valid, group), tokens
 
 
 def _remember(setup: Setup, host: Host, fresh: Sequence[Judged]) -> None:
@@ -181,7 +187,7 @@ def _remember(setup: Setup, host: Host, fresh: Sequence[Judged]) -> None:
     group = setup.config.num_generations
     for one in fresh:
         inside = one.valid.reshape(-1, group)
-        right = (one.returns >= CORRECT).reshape(-1, group) & inside
+        right = (one.plain >= CORRECT).reshape(-1, group) & inside
         judged = inside.sum(1)
         rates = np.where(judged > 0, right.sum(1) / np.maximum(judged, 1), np.nan)
         host.prompts.observe(one.indices, rates, _mean_abs_advantages(one, group))

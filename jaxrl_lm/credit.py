@@ -73,6 +73,9 @@ class CreditRule:
 
     def __call__(self, outcomes: Outcomes) -> Credit:
         """Advantages [N T], 0 off the mask and in rows that do not learn."""
+        if self.outlier_limit is not None:
+            outlying = algos.outlier_rows(outcomes.returns, limit=self.outlier_limit, valid=outcomes.valid)
+            outcomes = outcomes._replace(valid=outcomes.valid & ~outlying)
         # Filters judge the raw returns: shaped ones are never equal.
         learns = outcomes.valid & self._kept(outcomes)
         outcomes = outcomes._replace(returns=self._shaped(outcomes))
@@ -86,15 +89,11 @@ class CreditRule:
         return Credit(jnp.where(mask, rows[:, None], 0.0), None, learns, kl)
 
     def _kept(self, outcomes: Outcomes) -> Bool[Array, "N"]:
-        """Rows that neither outliers nor their groups take out."""
-        returns, kept = outcomes.returns, outcomes.valid
-        if self.outlier_limit is not None:
-            kept = kept & ~algos.outlier_rows(returns, limit=self.outlier_limit, valid=outcomes.valid)
+        if self.drop == "none":
+            return outcomes.valid
         if self.drop == "wrong":
-            kept = kept & (returns >= 0.5)
-        elif self.drop != "none":
-            kept = kept & algos.mixed_groups(returns, group_size=self.group_size, valid=outcomes.valid, drop=self.drop)
-        return kept
+            return outcomes.returns >= 0.5
+        return algos.mixed_groups(outcomes.returns, group_size=self.group_size, valid=outcomes.valid, drop=self.drop)
 
     def _shaped(self, outcomes: Outcomes) -> Float[Array, "N"]:
         """Returns with what length and rarity add or take."""

@@ -47,7 +47,7 @@ def learn(
     rows = config.prompts_per_step * config.num_generations
     in_reward = setup.algorithm.kl_in == "reward"
     with clock("score"):
-        scored = _score(setup, host, state, frozen, collected)
+        scored = jax.block_until_ready(_score(setup, host, state, frozen, collected))
     with clock("update"):
         fill = lambda x, dtype: steps.place(np.concatenate([x, np.zeros(rows - len(x))]).astype(dtype))
         coefficients = _coefficients(setup, host, step)
@@ -110,7 +110,11 @@ def _updates(
     rows = config.prompts_per_step * config.num_generations
     size = config.minibatch_completions or rows
     rule = setup.scored_rule if host.scored else setup.batch_rule
-    starts = [first for _ in range(config.num_iterations) for first in range(0, rows, size)]
+    learns = np.asarray(rated.credit.learns)
+    if rule.mask_truncated:
+        learns = learns & ~np.asarray(rated.rollout.truncated)
+    # A minibatch in which no row learns is no optimiser step: momentum and decay would move the weights all the same.
+    starts = [first for first in range(0, rows, size) if learns[first : first + size].any()] * config.num_iterations
     merged, done, firsts = None, 0, {}
     for first in starts:
         chosen = steps.place(np.arange(first, first + size, dtype=np.int32))
@@ -125,10 +129,14 @@ def _updates(
                 "Lower learning_rate or max_grad_norm, or look for the rows at fault"
             )
         merged = found if merged is None else metric.merge(merged, found)
-        if done == 1 and rated.old is None:  # later, the current policy has moved away from the sampler's weights
+        if (
+            done == 1 and old_logprobs_of(config) == "sampler"
+        ):  # later, the current policy has moved away from the sampler's weights
             firsts = {name: value for name, value in found.items() if name.startswith("sampling/")}
-        if config.max_approx_kl is not None and metric.result(found)["approx_kl"] > config.max_approx_kl:
+        if config.max_approx_kl is not None and _approx_kl(found) > config.max_approx_kl:
             break
+    if merged is None:
+        return state, {"updates": 0.0}
     totals = {name for name, value in merged.items() if isinstance(value, metric.Sum)}
     values = metric.result(merged | firsts)
     del values["nonfinite"]
@@ -138,6 +146,14 @@ def _updates(
         **last,
         "updates": float(done),
     }
+
+
+def _approx_kl(found: metric.Metrics) -> float:
+    if "approx_kl" not in found:
+        raise ValueError(
+            "max_approx_kl needs the metric approx_kl: log it in your objective (a Mean, nats a token), or leave it out"
+        )
+    return metric.result(found)["approx_kl"]
 
 
 def _keep_batch(directory: Path, step: int, batch: Any) -> Path:
@@ -158,7 +174,7 @@ def _credit_metrics(
     rollout, count = judged.sampled.rollout, judged.sampled.count
     mask, advantages, kl = jax.device_get((rollout.action_mask, credit.advantages, credit.kl))
     per_row = np.where(mask, advantages, 0.0).sum(1)[:count] / np.maximum(mask.sum(1), 1)[:count]
-    found = group_metrics(judged.returns, judged.valid, per_row, judged.sampled.texts, group)
+    found = group_metrics(judged.plain, judged.valid, per_row, judged.sampled.texts, group)
     if kl is not None:
         tokens = max(int(mask[:count].sum()), 1)
         mean = lambda x: float(x[judged.valid].mean()) if judged.valid.any() else float("nan")

@@ -78,7 +78,8 @@ class PolicyObjective:
         ratio = {"level": self.level, "action_ids": batch.action_ids, "log_ratio_clip": self.log_ratio_clip}
         clip = {"clip_low": self.clip_low, "clip_high": self.clip_high}
         if self.surrogate == "policy-gradient":
-            return algos.policy_gradient(logprobs, batch.advantages, mask)
+            ids = batch.action_ids if self.level == "action" else None
+            return algos.policy_gradient(logprobs, batch.advantages, mask, action_ids=ids)
         if self.surrogate == "clipped-weight":
             return algos.clipped_weight_surrogate(logprobs, old, batch.advantages, mask, **clip, **ratio)
         if self.surrogate == "soft-gate":

@@ -262,9 +262,9 @@ def prepare(
     # Values that Python code gave get the same check as those of files and command lines.
     config = from_dict(type(config), dataclasses.asdict(config), where="config")
     plan, lora = build_plan(config.mesh), lora_of(config)
-    config, rewards = open_rewards(config, reward_functions, plan)
     check(config, plan.batch_ways)
     check_own(config, advantages=advantages, objective=objective)
+    config, rewards = open_rewards(config, reward_functions, plan)
     check_rewards(config, rewards.train)
     rows, eval_rows = read_data(config, dataset, rewards)
     model, params, tokenizer, generation = load_model(

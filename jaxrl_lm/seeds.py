@@ -58,6 +58,7 @@ def train_seeds(
         if finished.interrupted:
             raise SystemExit(f"{own['output_dir']}: {finished.stopped}; the same command goes on from there")
         last.append(load_metrics(Path(own["output_dir"]) / "metrics.jsonl"))
+        del finished, setup  # the next run needs the devices
     found = {name: estimate([values[name] for values in map(_ends, last)]) for name in _names(last)}
     table = {name: one._asdict() for name, one in found.items()}
     (directory / "seeds.json").write_text(json.dumps(table, indent=2) + "\n")

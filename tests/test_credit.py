@@ -11,6 +11,7 @@ from test_presets import G, N, T, arrays
 from jaxrl_lm import algos, masked
 from jaxrl_lm.batch import BatchRule, Coefficients, Rated
 from jaxrl_lm.credit import Credit, CreditRule, Outcomes, action_ids
+from jaxrl_lm.objectives import PolicyObjective
 from jaxrl_lm.types import Rollout, Scores
 
 X = arrays()
@@ -108,7 +109,10 @@ def test_filters_judge_raw_returns_and_shaping_follows():
 def test_outliers_and_wrong_rows_do_not_learn():
     returns = jnp.asarray([0, 1, 0, 1, 1, 0, 1, 0, 50, 1, 0, 1], jnp.float32)
     outcomes = PLAIN._replace(returns=returns, valid=jnp.ones(N, bool))
-    assert np.flatnonzero(~np.asarray(credit(outcomes, outlier_limit=5.0).learns)).tolist() == [8]
+    found = credit(outcomes, outlier_limit=5.0)
+    assert np.flatnonzero(~np.asarray(found.learns)).tolist() == [8]
+    without = credit(outcomes._replace(valid=jnp.arange(N) != 8))  # an outlier leaves its group's baseline too
+    np.testing.assert_array_equal(found.advantages, without.advantages)
     both = credit(outcomes, outlier_limit=5.0, drop="wrong").learns
     np.testing.assert_array_equal(both, (np.asarray(returns) == 1))
 
@@ -250,3 +254,15 @@ def test_a_critic_learns_at_the_first_token_of_each_action():
     np.testing.assert_allclose(found.value_weights, algos.token_weights(starts))
     np.testing.assert_array_equal(found.returns, np.where(MINE, targets, 0))
     np.testing.assert_array_equal(found.old_values, X["values"])
+
+
+@pytest.mark.parametrize("surrogate", ["clip", "clipped-weight", "soft-gate", "policy-gradient"])
+@pytest.mark.parametrize("actions", ["ngram", "sequence"])
+def test_at_ratio_one_every_surrogate_has_the_gradient_of_whole_actions(surrogate, actions):
+    found = batch(RATED._replace(ref_logprobs=None), actions=actions, ngram=3, entropy_bonus=False)
+    objective = PolicyObjective(completion_columns=T - 1, surrogate=surrogate, level="action", clip_high=4.0)
+    loss = lambda current: objective.loss(Scores(current, X["entropy"]), found)[0]
+    grad = jax.jit(jax.grad(loss))(X["logprobs"])
+    # Σ over the action's tokens of weight · advantage, at each of its tokens.
+    expected = algos.action_sum(-found.weights * found.advantages, MINE, found.action_ids)
+    np.testing.assert_allclose(grad, np.where(MINE, expected, 0), rtol=1e-4, atol=1e-7)

@@ -47,11 +47,14 @@ def run(files, tmp_path):
     """run(name of the config class, **options): the Run and what it printed."""
     model, data, _ = files
 
-    def call(config="GRPOConfig", *, directory="run", reward_functions=None, **changes):
+    def call(
+        config="GRPOConfig", *, directory="run", reward_functions=None, objective=None, advantages=None, **changes
+    ):
         options = tiny_run.options(model, data, tmp_path / directory, **SMALL | changes)
         if reward_functions is not None:
             options["reward"] = ()
-        return tiny_run.run(options, config, reward_functions=reward_functions)
+        own = {"reward_functions": reward_functions, "objective": objective, "advantages": advantages}
+        return tiny_run.run(options, config, **own)
 
     return call
 
@@ -117,6 +120,18 @@ def test_a_batch_that_stays_short_trains_on_what_there_is(run):
     assert len(table(found, 1)) == 8
     assert np.isfinite(found.metrics[0]["loss"])
     assert found.metrics[0]["grad_norm"] > 0
+    # In minibatches of one group the empty ones are no optimiser steps.
+    cut, _ = run(
+        preset="dapo",
+        dynamic_sampling_batches=2,
+        minibatch_completions=4,
+        mesh={"fsdp": 4, "tensor": 2},
+        max_steps=1,
+        directory="cut",
+        reward_functions=[reward],
+    )
+    assert cut.metrics[0]["updates"] == 2
+    assert int(cut.state.step) == 2
 
 
 def test_ppo_learns_values_and_warms_its_critic_up(run, files):
@@ -209,7 +224,7 @@ def test_a_run_with_everything_goes_on_bit_for_bit(run):
     last = straight.metrics[-1]
     assert last["updates"] == 2  # the policy has moved at the second update, which ends the batch
     assert last["kl_coef"] != 0.01
-    assert last["replay/groups"] in (0.0, 1.0)
+    assert last["replay/groups"] == 1.0
     assert 0 <= last["never_solved_share"] <= 1
     assert {"solve_rate/0", "advantage_share/100", "advantage_share_unscaled/0-25", "distinct_answers"} < last.keys()
 
@@ -263,6 +278,28 @@ def test_train_refuses_several_seeds(run):
     ("changes", "message"),
     [
         ({"preset": "ppo"}, "advantage='gae' with critic='none'"),
+        ({"replay_groups": 1, "old_logprobs": "sampler"}, "replay_groups: old rows need a ratio"),
+        ({"preset": "gpg", "replay_groups": 1, "sampler_correction": "none"}, "needs a sampler_correction"),
+        (
+            {"preset": "raft", "overlong_buffer": 2},
+            "overlong_buffer changes the rewards that advantage='accepted' judges",
+        ),
+        ({"advantage": "max-rl", "beta": 0.1, "kl_in": "reward"}, "kl_in='reward' changes the rewards"),
+        ({"preset": "raft", "multi_objective_aggregation": "normalize_then_sum"}, "leaves no reward that is right"),
+        ({"oversample": 2, "num_generations": 1, "advantage": "constant"}, "train on the best of several completions"),
+        ({"beta": 0.1, "reference_ema": 0.9, "param_dtype": "bfloat16"}, "small steps round to nothing"),
+        ({"preset": "rloo", "scale_rewards": "batch"}, "scale_rewards='batch' has no effect"),
+        ({"advantage_baseline": 0.5}, "advantage_baseline=0.5 has no effect"),
+        ({"critic_model": "/nonexistent"}, "critic_model='/nonexistent' has no effect"),
+        ({"kl_estimator": "k3"}, "kl_estimator='k3' has no effect"),
+        ({"gamma": 0.9}, "gamma=0.9 has no effect"),
+        ({"dual_clip": 0.5}, r"dual_clip=0.5: must be in \(1, inf\]"),
+        ({"token_scale_alpha": 1.5}, r"token_scale_alpha=1.5: must be in"),
+        ({"cov_low": 6.0}, "cov_low=6.0 is above cov_high=5.0"),
+        ({"num_generations": 0}, "num_generations=0: must be at least 1"),
+        ({"surrogate": "soft-gate", "delta": 2.0}, "delta has no effect on surrogate='soft-gate'"),
+        ({"entropy_clip": "kl_cov"}, "with one update it is 0"),
+        ({"target_kl": 0.1, "beta": 0.1, "kl_horizon": 2.0}, "kl_horizon=2.0: must be at least a fifth"),
         ({"critic": "shared"}, "advantage='group' with critic='shared'"),
         ({"advantage": "pass-at-k", "pass_k": 5}, "pass_k=5: must be from 1 to num_generations=4"),
         ({"preset": "gpg", "num_iterations": 2}, "surrogate='policy-gradient' has no ratio"),
@@ -301,3 +338,48 @@ def test_a_mesh_does_not_change_ppo(run):
     )
     for name in ("loss", "value_loss", "kl", "grad_norm", "entropy", "approx_kl", "explained_variance", "reward"):
         assert first[name] == pytest.approx(second[name], rel=1e-3, abs=1e-5), name
+
+
+def test_what_is_right_does_not_depend_on_the_scaling_of_rewards(run):
+    def right(*, completions, **_):
+        return [1.0] * len(completions)
+
+    for aggregation in ("sum_then_normalize", "normalize_then_sum"):
+        found, _ = run(
+            reward_functions=[right], multi_objective_aggregation=aggregation, max_steps=1, directory=aggregation
+        )
+        assert found.metrics[0]["solve_rate/100"] == 1.0
+        assert found.metrics[0]["never_solved_share"] == 0.0
+
+
+def test_a_step_without_any_row_that_learns_changes_nothing(run, files):
+    def right(*, completions, **_):
+        return [1.0] * len(completions)
+
+    found, _ = run(preset="gpg", reward_functions=[right], max_steps=1)
+    _, start, _ = load(files[0])
+    assert found.metrics[0]["updates"] == 0
+    assert int(found.state.step) == 0
+    jax.tree.map(np.testing.assert_array_equal, jax.device_get(found.state.params["policy"]), start)
+
+
+def test_the_gap_to_the_sampler_is_that_of_the_first_update(run):
+    """Later ones have moved away from the weights that sampled."""
+    found, printed = run(old_logprobs="sampler", num_iterations=4, top_entropy_share=0.9, max_steps=1)
+    assert found.metrics[0]["approx_kl/last"] > 1e-3
+    assert found.metrics[0]["sampling/logp_difference/max"] < 1e-4
+    assert "sampler and scorer differ" not in printed
+
+
+@pytest.mark.parametrize("missing", ["max_approx_kl", "kl_budget"])
+def test_an_objective_of_ones_own_must_log_what_a_limit_reads(run, missing):
+    def objective(params, frozen, batch, *, model):
+        return jax.numpy.sum(params["policy"]["embed"]["table"]) * 1e-3, {}
+
+    with pytest.raises(ValueError, match=f"{missing} needs the metric"):
+        run(objective=objective, max_steps=1, **{missing: 0.1})
+
+
+def test_advantages_of_ones_own_have_no_critic(run):
+    with pytest.raises(ValueError, match="critic: its values belong to advantage gae"):
+        run("PPOConfig", advantages=lambda returns, **_: returns)

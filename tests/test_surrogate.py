@@ -49,7 +49,7 @@ def everything(logprobs, batch):
 
 def expected_of(batch, level, clip):
     """{name: (loss, d Σ weight · loss / d logprobs)} by loops."""
-    mask, advantages, weights = batch["mask"], batch["advantages"], batch["weights"]
+    mask, advantages, weights, ids = batch["mask"], batch["advantages"], batch["weights"], ids_of(batch, clip)
     ratio, slopes = policy.ratio_and_slopes(
         batch["logprobs"], batch["old_logprobs"], mask, level=level, **ids_of(batch, clip)
     )
@@ -64,8 +64,14 @@ def expected_of(batch, level, clip):
         out[name] = loss, policy.through_ratio(weights, slope, slopes, mask)
     for name, low, high in (("weight", 0.0, 1.3), ("weight both", 0.9, math.inf)):
         scale = lambda n, t, low=low, high=high: -min(max(ratio[n, t], low), high) * float(advantages[n, t])
-        loss = policy.each(mask, lambda n, t, scale=scale: scale(n, t) * float(batch["logprobs"][n, t]))
-        out[name] = loss, policy.each(mask, lambda n, t, scale=scale: weights[n, t] * scale(n, t))
+        loss, slope = np.zeros(mask.shape), np.zeros(mask.shape)
+        # The log-prob is that of the whole action at level action, of the token at the others.
+        unit = "action" if level == "action" else "token"
+        for n, columns in policy.units(mask, unit, ids["segment_ids"], ids["action_ids"]):
+            for t in columns:
+                loss[n, t] = scale(n, t) * math.fsum(float(batch["logprobs"][n, u]) for u in columns)
+                slope[n, t] = math.fsum(weights[n, u] * scale(n, u) for u in columns)
+        out[name] = loss, slope
     return out
 
 
@@ -147,7 +153,8 @@ def test_gradient_at_ratio_one_is_the_plain_policy_gradient():
 
     def weights_of(level, name):
         units = {"sequence-sum": jnp.ones((3, 4), jnp.int32), "action": ids["action_ids"]}.get(level)
-        units = None if name.startswith("weight") else units  # its gradient is each token's own at every level
+        if name.startswith("weight") and level != "action":
+            units = None  # its gradient is each token's own at the other levels
         return "seq-mean-token-mean" if units is None else "seq-mean-token-sum", units
 
     def totals(x):

@@ -143,18 +143,26 @@ def clipped_weight_surrogate(
     low = None if clip_low is None else 1.0 - clip_low
     high = None if clip_high is None else 1.0 + clip_high
     weight = jax.lax.stop_gradient(jnp.clip(ratio, low, high))
-    return weight * policy_gradient(logprobs, advantages, mask)
+    whole = {"action_ids": action_ids, "segment_ids": segment_ids} if level == "action" else {}
+    return weight * policy_gradient(logprobs, advantages, mask, **whole)
 
 
 def policy_gradient(
-    logprobs: Float[Array, "N T"], advantages: Float[Array, "N T"], mask: Bool[Array, "N T"]
+    logprobs: Float[Array, "N T"],
+    advantages: Float[Array, "N T"],
+    mask: Bool[Array, "N T"],
+    *,
+    action_ids: Int[Array, "N T"] | None = None,
+    segment_ids: Int[Array, "N T"] | None = None,
 ) -> Float[Array, "N T"]:
     """−A log pi at each token, 0 off the mask: its gradient is the policy gradient of the policy that sampled.
+
+    With action_ids, log pi is that of the token's action, the sum over its tokens, at each of them.
 
     Source: REINFORCE (Williams, 1992); GPG (Chu et al., 2025) is this with a group baseline and no clip. No ratio: a
     second update on the same batch is biased.
     """
-    return -masked.select(advantages, mask) * masked.select(logprobs, mask)
+    return -masked.select(advantages, mask) * actions.action_sum(logprobs, mask, action_ids, segment_ids)
 
 
 def clip_metrics(
