@@ -108,12 +108,14 @@ def crossing(start: dict[int, float], tuned: dict[int, float]) -> str:
 
 
 def draw(path: Path, curves: dict[str, dict[int, float]]) -> None:
+    from matplotlib import colormaps
     from matplotlib.backends.backend_agg import FigureCanvasAgg
     from matplotlib.figure import Figure
 
     figure = Figure(figsize=(8, 5), layout="constrained")
     FigureCanvasAgg(figure)
     axes = figure.subplots()
+    axes.set_prop_cycle(color=colormaps["tab20"].colors)
     for name, curve in curves.items():
         axes.plot(list(curve), list(curve.values()), "k--" if name == "start" else "-", label=name, linewidth=1.2)
     axes.set(xscale="log", xlabel="k", ylabel="pass@k on 32 held-out prompts")
