@@ -46,7 +46,7 @@ def per_row(rows):
         ({"advantage": "accepted"}, lambda r, v: algos.accepted_advantages(r, valid=v)),
         ({"own": lambda r, *, group_size, valid: 2.0 * r}, lambda r, v: 2.0 * r),
     ],
-    ids=str,
+    ids=["group", "unscaled group", "leave-one-out", "greedy", "constant", "max-rl", "pass-at-k", "accepted", "own"],
 )  # fmt: skip
 def test_every_row_estimator_by_its_name(options, expected):
     found = credit(**options)
