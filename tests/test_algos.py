@@ -716,7 +716,8 @@ def test_presets_are_frozen_and_name_parts_that_exist():
     assert algos.PRESETS["grpo"].loss_agg_mode == "seq-mean-token-mean"
 
 
-def test_the_page_on_algorithms_names_every_public_function_and_preset():
-    page = (Path(__file__).parents[1] / "docs" / "algorithms.md").read_text()
+def test_the_pages_on_algorithms_name_every_public_function_and_preset():
+    docs = Path(__file__).parents[1] / "docs"
+    page = "".join((docs / f"{name}.md").read_text() for name in ("algorithms", "preferences", "reward_models"))
     names = {*algos.__all__, *algos.PRESETS, *algos.LOSS_TYPES, *OVERS, *LEVELS, *ESTIMATORS} - {"Preset", "Surrogate"}
-    assert [name for name in sorted(names) if f"`{name}`" not in page] == []
+    assert [name for name in sorted(names) if f"`{name}`" not in page and f"`{name}(" not in page] == []
