@@ -383,3 +383,30 @@ def test_an_objective_of_ones_own_must_log_what_a_limit_reads(run, missing):
 def test_advantages_of_ones_own_have_no_critic(run):
     with pytest.raises(ValueError, match="critic: its values belong to advantage gae"):
         run("PPOConfig", advantages=lambda returns, **_: returns)
+
+
+def test_a_reference_that_is_reset_is_the_policy_of_the_step_before(run):
+    """So the KL of a step's own samples is 0 before its first update, however far the policy has gone."""
+    found, _ = run(beta=0.1, reference_reset_steps=1, max_steps=3)
+    assert all(abs(values["kl"]) < 1e-5 for values in found.metrics)
+    assert tiny_run.bits(found.state.extra["reference"]) == tiny_run.bits(found.state.params["policy"])
+    kept, _ = run(beta=0.1, max_steps=3, directory="kept")
+    assert abs(kept.metrics[-1]["kl"]) > 1e-4
+
+
+def test_a_bandit_draws_the_category_that_has_advantages(run, files, tmp_path):
+    """Rewards of one category never differ: after a while its prompts are the minority."""
+    rows = [json.loads(line) for line in Path(files[1]["train"]).read_text().splitlines()]
+    rows = [{**row, "category": "dull" if number % 2 else "alive"} for number, row in enumerate(rows)]
+    dataset = tiny_run.write_rows(tmp_path / "rows.jsonl", rows)
+
+    def reward(*, completions, category, **_):
+        values = tiny_run.digits(completions=completions)
+        return [4 * value if kind == "alive" else 0.5 for value, kind in zip(values, category, strict=True)]
+
+    found, _ = run(
+        prompt_sampling="bandit", dataset=dataset, reward_functions=[reward], max_steps=8, learning_rate=1e-6
+    )
+    kinds = {row["prompt"]: row["category"] for row in rows}
+    drawn = [kinds[row["prompt"]] for step in range(2, 9) for row in table(found, step)[::4]]
+    assert drawn.count("alive") > drawn.count("dull")
