@@ -152,7 +152,7 @@ def make_batch_rules(config: GRPOConfig, algorithm: algos.Preset, tokenizer) -> 
         over=algorithm.loss_agg_mode,
         length=_most_actions(config),
         mask_truncated=config.mask_truncated_completions,
-        keep_old=not sampler or updates_per_step(config) > 1 or config.replay_groups > 0,
+        keep_old=not sampler or updates_per_step(config) > 1,
         actions=config.actions,
         ngram=config.ngram,
         sampler_correction=algorithm.sampler_correction,

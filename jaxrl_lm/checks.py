@@ -22,6 +22,8 @@ LEAST = {
     "kl_cov_coef": 0,
     "sampler_correction_cap": 0,
     "token_scale_kappa": 1,
+    "token_scale_alpha": 0,
+    "lam": 0,
     "max_completion_length": 1,
     "num_iterations": 1,
     "minibatch_completions": 1,
@@ -116,9 +118,9 @@ def updates_per_step(config: GRPOConfig) -> int:
 # Between which values (exclusive, inclusive) an option must lie that is given.
 RANGES = {
     "gamma": (0.0, 1.0),
-    "lam": (-math.ulp(0.0), 1.0),
+    "lam": (-math.inf, 1.0),
     "outlier_limit": (0.0, math.inf),
-    "token_scale_alpha": (-math.ulp(0.0), 1.0),
+    "token_scale_alpha": (-math.inf, 1.0),
     "sapo_temperature_pos": (0.0, math.inf),
     "sapo_temperature_neg": (0.0, math.inf),
     "delta": (1.0, math.inf),

@@ -137,6 +137,6 @@ class CreditRule:
         options = {"discount": self.discount, "discount_per": self.discount_per, "action_ids": ids}
         if self.advantage == "batch":
             togo = algos.returns_to_go(rewards, mask, **options)
-            return masked.whiten(togo, mask), None
+            return algos.batch_whitened_advantages(togo, mask), None
         advantages, targets = algos.gae(rewards, outcomes.values, mask, lam=self.lam, **options)
         return masked.whiten(advantages, mask), targets

@@ -251,7 +251,7 @@ def _step(setup: Setup, host: Host, state: TrainState, frozen: Frozen, step: int
     )
     host.tokens += collected.generated + collected.prompt_tokens
     values = collected.metrics | found | clock.metrics() | {
-        "learning_rate": host.lr_scale * float(setup.schedule(int(state.step) - 1)),
+        "learning_rate": host.lr_scale * float(setup.schedule(max(int(state.step) - 1, 0))),
         "tokens_per_second/generate": collected.generated / clock.seconds["generate"],
         "tokens_per_second/train": trained_tokens / clock.seconds["update"],
         "num_tokens": host.tokens,
@@ -302,7 +302,7 @@ def _within_limits(setup: Setup, host: Host, state: TrainState, values: dict[str
             "from now on batches are scored, and weighted by sampler_correction="
             f"{setup.scored_rule.sampler_correction}"
         )
-    if config.kl_budget is None:
+    if config.kl_budget is None or not values["updates"]:  # without an update nothing was measured, nor has moved
         return state, None
     if "sqrt_kl" not in values:
         raise ValueError(

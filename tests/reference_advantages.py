@@ -83,21 +83,6 @@ def outliers(values, *, limit, valid=None):
     return np.array([stands and far(v) for v, stands in zip(values, valid, strict=True)])
 
 
-def bucket(rate):
-    edges = [rate <= 0, rate <= 0.25, rate <= 0.5, rate <= 0.75, rate < 1, True]
-    return edges.index(True)
-
-
-def histogram(returns, *, group_size, valid=None, weights=None):
-    """Share of groups, or of Σ weights², in each bucket of the solve rate."""
-    out = np.zeros(6)
-    for members in groups(returns, group_size, valid):
-        if members:
-            rate = sum(returns[n] >= 0.5 for n in members) / len(members)
-            out[bucket(rate)] += 1.0 if weights is None else math.fsum(float(weights[n]) ** 2 for n in members)
-    return out / (out.sum() or 1.0)
-
-
 def actions(mask, action_ids=None, segment_ids=None):
     """The actions of each sequence of each row: lists of columns, in order; what is off the mask is in none."""
     out = []

@@ -41,8 +41,6 @@ max_rl_advantages = compiled(advantages.max_rl_advantages)
 pass_at_k_advantages = compiled(advantages.pass_at_k_advantages)
 mixed_groups = compiled(groups.mixed_groups)
 outlier_rows = compiled(groups.outlier_rows)
-solve_histogram = compiled(groups.solve_histogram)
-squared_advantage_shares = compiled(groups.squared_advantage_shares)
 whiten = compiled(masked.whiten)
 
 
@@ -64,8 +62,6 @@ def compute(returns, other, valid, group_size):
     steps |= {f"drop {drop}": mixed_groups(returns, drop=drop, **group) for drop in DROPS}
     steps["accepted"] = accepted_advantages(returns, valid=valid)
     steps["outliers"] = outlier_rows(returns, limit=1.5, valid=valid)
-    steps["histogram"] = solve_histogram(returns, **group)
-    steps["shares"] = squared_advantage_shares(other, returns, **group)
     return smooth, steps
 
 
@@ -84,8 +80,6 @@ def expect(returns, other, valid, group_size):
     steps |= {f"drop {drop}": loops.mixed(real, drop=drop, **group) for drop in DROPS}
     steps["accepted"] = where(real >= 0.5)
     steps["outliers"] = loops.outliers(real, limit=1.5, valid=valid)
-    steps["histogram"] = loops.histogram(real, **group)
-    steps["shares"] = loops.histogram(real, weights=greedy, **group)
     return smooth, steps
 
 
@@ -154,29 +148,6 @@ def test_six_responses(right):
     good, bad = RLOO.get(right, (0.0, 0.0))
     got = leave_one_out_advantages(returns, group_size=6)
     np.testing.assert_allclose(got, [good] * right + [bad] * (6 - right), atol=1e-6)
-    shares = squared_advantage_shares(got, returns, group_size=6)
-    bucket = [0, 1, 2, 2, 3, 4, 5][right]
-    assert solve_histogram(returns, group_size=6).tolist() == [float(i == bucket) for i in range(6)]
-    assert shares.tolist() == [float(i == bucket and 0 < right < 6) for i in range(6)]
-
-
-def test_shares_of_squared_advantages_with_and_without_the_std():
-    """Of centred advantages a group weighs G p (1 − p): see the last column of the table; over the std each G."""
-    returns = f32([1, 0, 0, 0, 0, 0, *[1, 1, 1, 0, 0, 0], *[0] * 6])
-    shares = lambda scale: squared_advantage_shares(
-        group_advantages(returns, group_size=6, scale=scale, ddof=0, eps=0.0), returns, group_size=6
-    )
-    np.testing.assert_allclose(shares("none"), np.array([0, 0.8333333, 1.5, 0, 0, 0]) / 2.3333333, atol=1e-6)
-    np.testing.assert_allclose(shares("group"), [0, 0.5, 0.5, 0, 0, 0], atol=1e-6)
-    huge = squared_advantage_shares(f32([1e30, 0, 0, 1e30]), f32([1, 0, 0, 0]), group_size=2)
-    np.testing.assert_allclose(huge, [0.5, 0, 0.5, 0, 0, 0])
-
-
-def test_quarters_belong_to_the_bucket_below():
-    returns = f32([*[1, 0, 0, 0], *[1, 1, 0, 0], *[1, 1, 1, 0], *[1, 1, 1, 1], *[0, 0, 0, 0], *[9, 9, 9, 9]])
-    valid = jnp.arange(24) < 20  # the last group abstained
-    np.testing.assert_allclose(solve_histogram(returns, group_size=4, valid=valid), [0.2, 0.2, 0.2, 0.2, 0, 0.2])
-    np.testing.assert_allclose(solve_histogram(f32([1, 1, 1, 1, 0]), group_size=5), [0, 0, 0, 0, 1, 0])
 
 
 def test_one_of_two_right_by_hand():
@@ -407,7 +378,7 @@ def test_errors():
         leave_one_out_advantages(zeros, group_size=1)
     with pytest.raises(ValueError, match="group_size=0: a group needs at least one"):
         max_rl_advantages(zeros, group_size=0)
-    for function in (leave_one_out_advantages, max_rl_advantages, mixed_groups, solve_histogram):
+    for function in (leave_one_out_advantages, max_rl_advantages, mixed_groups):
         with pytest.raises(ValueError, match="6 rows are not a multiple of group_size=4"):
             function(zeros, group_size=4)
     for k in (0, 4):

@@ -356,7 +356,7 @@ def test_a_step_without_any_row_that_learns_changes_nothing(run, files):
     def right(*, completions, **_):
         return [1.0] * len(completions)
 
-    found, _ = run(preset="gpg", reward_functions=[right], max_steps=1)
+    found, _ = run(preset="gpg", reward_functions=[right], max_steps=1, kl_budget=1.0)
     _, start, _ = load(files[0])
     assert found.metrics[0]["updates"] == 0
     assert int(found.state.step) == 0

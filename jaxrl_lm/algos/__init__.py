@@ -28,7 +28,7 @@ from jaxrl_lm.algos.entropy import (
 )
 from jaxrl_lm.algos.f_divergence import divergence_score
 from jaxrl_lm.algos.gates import drift_mask, soft_gate_surrogate
-from jaxrl_lm.algos.groups import mixed_groups, outlier_rows, solve_histogram, squared_advantage_shares
+from jaxrl_lm.algos.groups import mixed_groups, outlier_rows
 from jaxrl_lm.algos.kl import adaptive_coefficient, kl_estimate, mean_and_max_kl
 from jaxrl_lm.algos.nash import extragradient_step, inpo_loss, nash_md_step, pairwise_advantages, regularised_step
 from jaxrl_lm.algos.passk import pass_at_k, same_outcome_share
@@ -183,8 +183,6 @@ __all__ = [
     "sampler_correction",
     "sequence_ids",
     "soft_gate_surrogate",
-    "solve_histogram",
-    "squared_advantage_shares",
     "step_counts",
     "step_ids",
     "step_potentials",
