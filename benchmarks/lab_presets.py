@@ -13,20 +13,17 @@ import json
 import time
 from pathlib import Path
 
-import jax
 import numpy as np
 
 import jaxrl_lm
-from jaxrl_lm import algos, models
+from jaxrl_lm import algos
 from jaxrl_lm.config import EvalConfig
 from jaxrl_lm.inference import run_eval
-from jaxrl_lm.lab.config import LabConfig
-from jaxrl_lm.lab.run import REWARD, model_config, sft_config, supervised, write_data
-from jaxrl_lm.lab.tokenizer import lab_tokenizer
+from jaxrl_lm.lab.run import REWARD
+from jaxrl_lm.lab.small import small_start
 from jaxrl_lm.report import load_metrics
 from jaxrl_lm.seeds import estimate
 
-LAB = LabConfig(hidden_size=80, num_layers=3, digits=2, sft_steps=400, train_problems=6000, test_problems=128)
 SHOWN = (
     "eval/test/pass@1",
     "eval/test/pass@8",
@@ -36,19 +33,9 @@ SHOWN = (
 )
 
 
-def start(directory: Path) -> dict[str, str]:
-    """The model that every run starts from: supervised steps on the careless demonstrator's working."""
-    files = write_data(LAB, directory / "data")
-    if not (directory / "sft").exists():
-        model = models.build(model_config(LAB, len(lab_tokenizer())))
-        models.save(directory / "start", model, model.init(jax.random.key(0)), lab_tokenizer())
-        supervised(sft_config(LAB, files, directory, directory / "start", LAB.sft_steps), directory / "sft")
-    return files
-
-
 def options(preset: str, directory: Path, files: dict[str, str], args: argparse.Namespace) -> jaxrl_lm.GRPOConfig:
     return jaxrl_lm.GRPOConfig(
-        model=str(directory / "sft"),
+        model=files["model"],
         dataset=files["train"],
         eval_dataset={"test": files["test"]},
         reward=(REWARD,),
@@ -148,7 +135,7 @@ def main() -> None:
     parser.add_argument("--steps", type=int, default=60)
     parser.add_argument("--deep", type=int, default=1)
     args = parser.parse_args()
-    files, runs = start(args.directory), {}
+    files, runs = small_start(args.directory), {}
     for preset in args.presets:
         began = time.perf_counter()
         config = options(preset, args.directory, files, args)

@@ -33,13 +33,21 @@ from jaxrl_lm.types import Params
 from jaxrl_lm.update import Objective
 
 
+def compute_dtype(dtype: str | None) -> str:
+    """The dtype of the computation, by the machine where none is asked for."""
+    return dtype or ("float32" if jax.default_backend() == "cpu" else "bfloat16")
+
+
+def with_remat(model: Model, remat: str | None) -> Model:
+    """The model with what its backward pass recomputes, by the machine where nothing is asked for."""
+    remat = remat or ("dots" if jax.default_backend() == "cpu" else "full")
+    return dataclasses.replace(model, config=dataclasses.replace(model.config, remat=remat))
+
+
 def load_model(name: str, plan: Plan, *, dtype: str | None, param_dtype: str, remat: str | None):
     """Model, parameters, tokenizer and generation config, with the machine's defaults for dtype and remat."""
-    cpu = jax.default_backend() == "cpu"
-    compute = dtype or ("float32" if cpu else "bfloat16")
-    model, params, tokenizer = load(name, plan=plan, dtype=param_dtype, compute_dtype=compute)
-    config = dataclasses.replace(model.config, remat=remat or ("dots" if cpu else "full"))
-    return dataclasses.replace(model, config=config), params, tokenizer, generation_config(name)
+    model, params, tokenizer = load(name, plan=plan, dtype=param_dtype, compute_dtype=compute_dtype(dtype))
+    return with_remat(model, remat), params, tokenizer, generation_config(name)
 
 
 def lora_of(config: LoraOptions) -> LoraConfig | None:

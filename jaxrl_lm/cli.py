@@ -1,4 +1,4 @@
-"""The command line: `jaxrl-lm grpo|rloo|ppo|generate|eval|export|lab`. Options in, a run directory out.
+"""The command line: `jaxrl-lm COMMAND`, one of `COMMANDS`. Options in, a run directory, rows or a table out.
 
 Every command takes `--config FILE.toml` and any key as `--key value`; `--help` shows them all. The same commands are
 `scripts/*.py`.
@@ -10,12 +10,25 @@ import sys
 from collections.abc import Callable, Sequence
 
 from jaxrl_lm.config import EvalConfig, ExportConfig, GenerateConfig, GRPOConfig, PPOConfig, RLOOConfig
+from jaxrl_lm.dpo import train_dpo
+from jaxrl_lm.fit import FitRun
+from jaxrl_lm.fit_config import DPOConfig, PRMConfig, RewardConfig, SFTConfig
 from jaxrl_lm.inference import run_eval, run_export, run_generate
 from jaxrl_lm.lab.config import LabConfig
 from jaxrl_lm.lab.run import run_lab
+from jaxrl_lm.label_steps import labels_message, run_label_steps
 from jaxrl_lm.loop import train
 from jaxrl_lm.options import nearest, parse
+from jaxrl_lm.recipe import run_recipe
+from jaxrl_lm.recipe_file import parse_recipe
+from jaxrl_lm.reward_fit import train_prm, train_reward
+from jaxrl_lm.runs import command_of
+from jaxrl_lm.search import run_search, search_table
 from jaxrl_lm.seeds import table, train_seeds
+from jaxrl_lm.sft import train_sft
+from jaxrl_lm.stages import STAGES
+from jaxrl_lm.tools_config import LabelStepsConfig, MakeTracesConfig, SearchConfig
+from jaxrl_lm.traces import run_make_traces, traces_message
 
 
 def grpo(argv: Sequence[str]) -> None:
@@ -42,6 +55,30 @@ def _train(config: GRPOConfig) -> None:
     print(f"{run.directory}: step {run.step}. Next: jaxrl-lm export --run {run.directory} --directory OUT")
 
 
+def sft(argv: Sequence[str]) -> None:
+    """Train on demonstrations: prompt-completion, messages or text"""
+    _fitted(train_sft(parse(SFTConfig, argv, prog="jaxrl-lm sft", description=sft.__doc__)))
+
+
+def dpo(argv: Sequence[str]) -> None:
+    """Train on preferences: pairs, judged completions, or pairs of own samples"""
+    _fitted(train_dpo(parse(DPOConfig, argv, prog="jaxrl-lm dpo", description=dpo.__doc__)))
+
+
+def reward(argv: Sequence[str]) -> None:
+    """Train a reward model on comparisons or outcomes"""
+    _fitted(train_reward(parse(RewardConfig, argv, prog="jaxrl-lm reward", description=reward.__doc__)))
+
+
+def prm(argv: Sequence[str]) -> None:
+    """Train a process reward model on labels of steps"""
+    _fitted(train_prm(parse(PRMConfig, argv, prog="jaxrl-lm prm", description=prm.__doc__)))
+
+
+def _fitted(run: FitRun) -> None:
+    print(f"{run.directory}: step {run.step}. Next: jaxrl-lm export --run {run.directory} --directory OUT")
+
+
 def generate(argv: Sequence[str]) -> None:
     """Sample completions from a model or a run"""
     config = parse(GenerateConfig, argv, prog="jaxrl-lm generate", description=generate.__doc__)
@@ -61,9 +98,35 @@ def evaluate(argv: Sequence[str]) -> None:
 
 
 def export(argv: Sequence[str]) -> None:
-    """Write a run's policy as a Hugging Face directory"""
-    path = run_export(parse(ExportConfig, argv, prog="jaxrl-lm export", description=export.__doc__))
-    print(f"{path}: load it with transformers.AutoModelForCausalLM.from_pretrained({str(path)!r})")
+    """Write a run's policy or reward model as a Hugging Face directory"""
+    config = parse(ExportConfig, argv, prog="jaxrl-lm export", description=export.__doc__)
+    path = run_export(config)
+    kinds = {"reward": "AutoModelForSequenceClassification", "prm": "AutoModelForTokenClassification"}
+    kind = kinds.get(command_of(config.run), "AutoModelForCausalLM")
+    print(f"{path}: load it with transformers.{kind}.from_pretrained({str(path)!r})")
+
+
+def traces(argv: Sequence[str]) -> None:
+    """Write a teacher's completions that a verifier accepts as rows for sft"""
+    config = parse(MakeTracesConfig, argv, prog="jaxrl-lm traces", description=traces.__doc__)
+    print(f"{config.output}: {traces_message(run_make_traces(config))}")
+
+
+def label_steps(argv: Sequence[str]) -> None:
+    """Label the steps of completions by completing them, as rows for prm"""
+    config = parse(LabelStepsConfig, argv, prog="jaxrl-lm label-steps", description=label_steps.__doc__)
+    print(f"{config.output}: {labels_message(run_label_steps(config))}")
+
+
+def search(argv: Sequence[str]) -> None:
+    """Choose among completions by a scorer: best-of-n, votes, beams"""
+    print(search_table(run_search(parse(SearchConfig, argv, prog="jaxrl-lm search", description=search.__doc__))))
+
+
+def recipe(argv: Sequence[str]) -> None:
+    """Run the stages of a file, one after another, from where they stopped"""
+    plan, until = parse_recipe(argv)
+    run_recipe(plan, STAGES, until=until)
 
 
 def lab(argv: Sequence[str]) -> None:
@@ -72,12 +135,20 @@ def lab(argv: Sequence[str]) -> None:
 
 
 COMMANDS: dict[str, Callable[[Sequence[str]], None]] = {
+    "sft": sft,
+    "dpo": dpo,
+    "reward": reward,
+    "prm": prm,
     "grpo": grpo,
     "rloo": rloo,
     "ppo": ppo,
     "generate": generate,
     "eval": evaluate,
     "export": export,
+    "traces": traces,
+    "label-steps": label_steps,
+    "search": search,
+    "recipe": recipe,
     "lab": lab,
 }
 
@@ -91,7 +162,7 @@ def main(argv: Sequence[str] | None = None) -> None:
     logging.getLogger("absl").setLevel(logging.CRITICAL)  # Orbax reports its own errors at length; ours name them
     if not argv or argv[0] in ("-h", "--help"):
         print("usage: jaxrl-lm COMMAND [--config FILE.toml] [--key value ...]\n")
-        print("\n".join(f"  {name:10} {command.__doc__}" for name, command in COMMANDS.items()))
+        print("\n".join(f"  {name:12} {command.__doc__}" for name, command in COMMANDS.items()))
         print("\njaxrl-lm COMMAND --help shows every option.")
         raise SystemExit(0 if argv else 2)
     name, rest = argv[0], argv[1:]

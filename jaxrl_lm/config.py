@@ -218,28 +218,6 @@ class PPOConfig(GRPOConfig):
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
-class SFTConfig(LoraOptions, OptimizerOptions, TemplateOptions, MachineOptions):
-    """Options of supervised steps on prompt-completion rows."""
-
-    model: str
-    """Directory in Hugging Face format, GGUF file, or hub id."""
-    dataset: str
-    """Rows with `prompt` and `completion`; sources as in GRPO."""
-    output_dir: str
-    """Run directory."""
-    seed: int = 0
-    """Of the order of rows."""
-    max_length: int = 1024
-    """Tokens of prompt and completion at most; longer rows are dropped and counted."""
-    rows_per_step: int = 16
-    """Rows of one optimiser step, over all devices."""
-    microbatch_rows: int | None = None
-    """Rows of one forward and backward pass; never changes a result. None: all of the step's."""
-    learning_rate: float = 2e-5
-    max_steps: int = 100
-
-
-@dataclasses.dataclass(frozen=True, kw_only=True)
 class GenerateConfig(SamplingOptions, PromptOptions, MachineOptions):
     """Options of generation from a model or a run."""
 

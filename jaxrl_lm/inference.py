@@ -13,19 +13,30 @@ import optax
 from jaxrl_lm.assemble import load_model, lora_of
 from jaxrl_lm.checkpoint import Checkpoints
 from jaxrl_lm.checks import moves_reference
-from jaxrl_lm.config import EvalConfig, ExportConfig, GenerateConfig, GRPOConfig, PromptOptions, SamplingOptions
+from jaxrl_lm.config import (
+    EvalConfig,
+    ExportConfig,
+    GenerateConfig,
+    GRPOConfig,
+    PromptOptions,
+    SamplingOptions,
+    TemplateOptions,
+)
 from jaxrl_lm.data import default_buckets, read_rows
 from jaxrl_lm.encode import EncodedPrompts
 from jaxrl_lm.evaluate import evaluate, probe, probe_message
+from jaxrl_lm.fit_config import DPOConfig, PRMConfig, RewardConfig, SFTConfig
 from jaxrl_lm.models import LoraConfig, Model, merge, save, save_adapter
 from jaxrl_lm.optim import optimizer_of
 from jaxrl_lm.options import from_dict
 from jaxrl_lm.prepare import build_plan, drop_notes, encode_with, make_sampler, make_sampling
+from jaxrl_lm.reward_fit import reward_state, save_reward
 from jaxrl_lm.reward_model import open_reward_models
 from jaxrl_lm.rewards import resolve_all
 from jaxrl_lm.rollout import EVAL, Sampler
+from jaxrl_lm.runs import command_of
 from jaxrl_lm.sharding import Plan
-from jaxrl_lm.steps import compile_steps, state_shardings
+from jaxrl_lm.steps import compile_steps, state_shardings, trained_specs
 from jaxrl_lm.types import Params
 
 
@@ -50,7 +61,7 @@ def restore_policy(
 
     Raises ValueError or CheckpointError where the run, the step or a best checkpoint is missing.
     """
-    config = run_config(run)
+    config = policy_config(run)
     model, params, tokenizer, generation = load_model(
         config.model, plan, dtype=dtype or config.dtype, param_dtype=config.param_dtype, remat=config.remat
     )
@@ -59,7 +70,7 @@ def restore_policy(
         del params
     _, tx = optimizer_of(config, total_steps=1 + config.warmup_steps)
     abstract, layouts = state_shardings(
-        model, plan, tx, config.param_dtype, lora=lora, critic=config.critic, reference=moves_reference(config)
+        _specs(config, model), plan, tx, config.param_dtype, reference=_holds_reference(config)
     )
     target = jax.tree.map(lambda x, layout: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=layout), abstract, layouts)
     with Checkpoints(Path(run) / "checkpoints", best_metric=config.best_metric, read_only=True) as checkpoints:
@@ -79,12 +90,41 @@ def is_run(path: str | Path) -> bool:
     return (Path(path) / "config.toml").is_file()
 
 
-def run_config(run: str | Path) -> GRPOConfig:
+CONFIGS: dict[str | None, type] = {
+    None: GRPOConfig,
+    "sft": SFTConfig,
+    "dpo": DPOConfig,
+    "reward": RewardConfig,
+    "prm": PRMConfig,
+}
+"""The options of a run directory, by the command that made it."""
+
+
+def run_config(run: str | Path) -> Any:
     """The resolved config of a run directory. Raises ValueError where there is none."""
     if not is_run(run):
         raise ValueError(f"{run}: no run directory (it has no config.toml)")
     path = Path(run) / "config.toml"
-    return from_dict(GRPOConfig, tomllib.loads(path.read_text()), where=str(path))
+    return from_dict(CONFIGS[command_of(run)], tomllib.loads(path.read_text()), where=str(path))
+
+
+def policy_config(run: str | Path) -> Any:
+    """The same of a run that trains a policy. Raises ValueError for one that trains a reward model."""
+    config = run_config(run)
+    if isinstance(config, RewardConfig | PRMConfig):
+        raise ValueError(f"{run} trains a reward model, which writes no text; export it, and use it as a reward")
+    return config
+
+
+def _specs(config: Any, model: Model) -> dict[str, Any]:
+    critic = config.critic if isinstance(config, GRPOConfig) else "none"
+    return trained_specs(model, lora=lora_of(config), critic=critic)
+
+
+def _holds_reference(config: Any) -> bool:
+    if isinstance(config, GRPOConfig):
+        return moves_reference(config)
+    return isinstance(config, DPOConfig) and config.reference_reset_steps is not None
 
 
 def load_any(name: str, plan: Plan, *, dtype: str | None = None) -> Loaded:
@@ -124,8 +164,10 @@ def with_run_options(config: Any) -> Any:
     """
     if not is_run(config.model):
         return config
-    run, defaults, taken = run_config(config.model), type(config)(model=config.model), {}
-    for base in (PromptOptions, SamplingOptions):
+    run, defaults, taken = policy_config(config.model), type(config)(model=config.model), {}
+    for base in (TemplateOptions, PromptOptions, SamplingOptions):
+        if not isinstance(run, base):  # supervised runs have no sampling of their own
+            continue
         for field in dataclasses.fields(base):
             name = field.name
             if name not in ("prompts_per_step", "num_generations", "prompt_buckets") and getattr(
@@ -231,7 +273,9 @@ def run_eval(config: EvalConfig) -> dict[str, float]:
 
 
 def run_export(config: ExportConfig) -> Path:
-    """Writes the policy of a run's checkpoint as a Hugging Face directory; returns its path."""
+    """Writes what a run's checkpoint holds, a policy or a reward model, as a Hugging Face directory; returns its path."""
+    if command_of(config.run) in ("reward", "prm"):
+        return export_reward(config)
     loaded = restore_policy(config.run, build_plan({"fsdp": -1}), step=config.step, best=config.best)
     if config.adapter:
         if loaded.adapter is None:
@@ -249,6 +293,30 @@ def run_export(config: ExportConfig) -> Path:
         overwrite=config.overwrite,
     )
     return Path(config.directory)
+
+
+def export_reward(config: ExportConfig) -> Path:
+    """Writes the reward model of a run's checkpoint as a classification directory, an ensemble as one a member."""
+    run = run_config(config.run)
+    if config.adapter:
+        raise ValueError(f"adapter: {config.run} trains a whole reward model; leave the option out")
+    model, abstract, tokenizer = reward_state(run)
+    with Checkpoints(Path(config.run) / "checkpoints", best_metric=run.best_metric, read_only=True) as checkpoints:
+        step = _step_of(config, checkpoints, run.best_metric)
+        state, _ = checkpoints.restore(abstract, step=step)
+    options = {"dtype": config.dtype, "overwrite": config.overwrite}
+    save_reward(config.directory, run, model, state.params["reward"], tokenizer, **options)
+    return Path(config.directory)
+
+
+def _step_of(config: ExportConfig, checkpoints: Checkpoints, best_metric: str | None) -> int | None:
+    """The step that is asked for; None: the last. Raises ValueError where the best is asked for and there is none."""
+    if not config.best:
+        return config.step
+    step = checkpoints.best()
+    if step is None:
+        raise ValueError(f"{config.run}: no checkpoint has a best_metric (best_metric={best_metric!r})")
+    return step
 
 
 def _key(seed: int, plan: Plan) -> jax.Array:

@@ -3,9 +3,7 @@
 The compiled parts are those of `steps.py`; what they are made of: `credit.py`, `batch.py`, `objectives.py`.
 """
 
-import tempfile
-from pathlib import Path
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import jax
 import numpy as np
@@ -20,11 +18,8 @@ from jaxrl_lm.credit import Credit, action_ids
 from jaxrl_lm.group_metrics import group_metrics
 from jaxrl_lm.host import Host
 from jaxrl_lm.prepare import Setup
+from jaxrl_lm.runs import NonFiniteError, keep_batch
 from jaxrl_lm.types import Frozen, Scores, TrainState
-
-
-class NonFiniteError(FloatingPointError):
-    """A loss or gradient was NaN or infinite; the message names the step and the file with the batch."""
 
 
 class Learned(NamedTuple):
@@ -123,7 +118,7 @@ def _updates(
         host.updates += 1
         done += 1
         if float(found["nonfinite"].value):
-            path = _keep_batch(setup.directory, step, batch)
+            path = keep_batch(setup.directory, step, batch)
             raise NonFiniteError(
                 f"step {step}, update {done}: the loss or its gradient is not finite; the batch is in {path}. "
                 "Lower learning_rate or max_grad_norm, or look for the rows at fault"
@@ -154,16 +149,6 @@ def _approx_kl(found: metric.Metrics) -> float:
             "max_approx_kl needs the metric approx_kl: log it in your objective (a Mean, nats a token), or leave it out"
         )
     return metric.result(found)["approx_kl"]
-
-
-def _keep_batch(directory: Path, step: int, batch: Any) -> Path:
-    path = directory / f"nonfinite_step_{step:06d}.npz"
-    leaves = jax.tree_util.tree_leaves_with_path(batch)
-    arrays = {jax.tree_util.keystr(where, simple=True, separator="."): np.asarray(leaf) for where, leaf in leaves}
-    with tempfile.NamedTemporaryFile(dir=directory, suffix=".npz", delete=False) as file:
-        np.savez(file, **arrays)
-    Path(file.name).replace(path)
-    return path
 
 
 def _credit_metrics(

@@ -8,8 +8,7 @@ import contextlib
 import json
 import signal
 import time
-import tomllib
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -27,11 +26,12 @@ from jaxrl_lm.evaluate import evaluate, probe, probe_message
 from jaxrl_lm.host import Host, make_host
 from jaxrl_lm.learn import learn
 from jaxrl_lm.models import Model
-from jaxrl_lm.options import check_resume, from_dict, to_toml
+from jaxrl_lm.options import to_toml
 from jaxrl_lm.prepare import Setup, prepare
 from jaxrl_lm.report import Reporter
 from jaxrl_lm.rewards import RewardError
 from jaxrl_lm.rollout import EVAL
+from jaxrl_lm.runs import check_same_run, on_signal
 from jaxrl_lm.types import Frozen, TrainState
 from jaxrl_lm.update import Objective
 
@@ -75,7 +75,7 @@ def run(setup: Setup) -> Run:
     """The run that has been prepared, see `train`."""
     config, history = setup.config, []
     with contextlib.ExitStack() as stack:
-        stop = stack.enter_context(_on_signal(signal.SIGTERM))
+        stop = stack.enter_context(on_signal(signal.SIGTERM))
         checkpoints = stack.enter_context(
             Checkpoints(
                 setup.directory / "checkpoints", keep_last=config.save_total_limit, best_metric=config.best_metric
@@ -138,21 +138,6 @@ def _save(setup: Setup, checkpoints: Checkpoints, step: int, state: TrainState, 
     checkpoints.save(step, state, table, metrics=values)
 
 
-@contextlib.contextmanager
-def _on_signal(number: signal.Signals) -> Iterator[list[str]]:
-    """A list that holds the signal's name once it has come; the run ends after the step under way."""
-    came: list[str] = []
-    try:
-        before = signal.signal(number, lambda *_: came.append(number.name))
-    except ValueError:  # not the main thread: signals are somebody else's
-        yield came
-        return
-    try:
-        yield came
-    finally:
-        signal.signal(number, before)
-
-
 def _start(setup: Setup, checkpoints: Checkpoints) -> tuple[Setup, Host, TrainState, Frozen, int, list[str]]:
     """The state to go on from: that of the latest checkpoint, or a fresh one. Files are rewound to it."""
     config, notes, done, latest = setup.config, [], 0, checkpoints.latest()
@@ -167,14 +152,7 @@ def _start(setup: Setup, checkpoints: Checkpoints) -> tuple[Setup, Host, TrainSt
         spare = {name: tree for name, tree in setup.params.items() if not (keeps and name == "policy")}
         jax.tree.map(lambda leaf: leaf.delete(), spare)  # the restored state takes their place
         saved = checkpoints.restore_host()
-        earlier = from_dict(type(config), tomllib.loads(saved["config"]), where="checkpoint")
-        for name, (old, new) in check_resume(earlier, config).items():
-            notes.append(f"resumed with {name}: {old!r} -> {new!r}")
-        if saved["data"] != setup.fingerprint:
-            raise ValueError(
-                f"{setup.directory}: the training prompts are not those that this run was started with (dataset, template "
-                "or tokenizer changed): restore them, or give another output_dir to start a new run"
-            )
+        notes += check_same_run(saved, config, directory=setup.directory, fingerprint=setup.fingerprint)
         state, saved = checkpoints.restore(setup.steps.abstract_state)
         host.load(saved["host"], rows=setup.prompts.rows)
         done = saved["step"]

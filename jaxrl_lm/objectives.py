@@ -155,10 +155,13 @@ class SFTObjective:
     """Cross-entropy: −Σ_t w_t log pi(token_t), the weights on the completions."""
 
     score_chunk: int = 2048
+    start: int = 1  # no token before this column has a weight
 
     def __call__(self, params: dict[str, Params], frozen: Frozen, batch: SFTBatch, *, model: Model):
         """Returns (loss, metrics); the metrics are the mean entropy and the number of tokens."""
-        scores = score(params["policy"], batch.tokens, batch.segment_ids, model=model, chunk=self.score_chunk)
+        scores = score(
+            params["policy"], batch.tokens, batch.segment_ids, model=model, chunk=self.score_chunk, start=self.start
+        )
         mask = batch.weights > 0
         loss = -jnp.sum(batch.weights * jnp.where(mask, scores.logprobs, 0.0))
         return loss, {

@@ -44,7 +44,9 @@ RESUMABLE = frozenset(
         "report_to",
         "output_dir",  # the directory was moved
         "prompt_buckets",  # padding
+        "length_buckets",
         "microbatch_completions",
+        "microbatch_rows",
         "mesh",
         "remat",
         "score_chunk",

@@ -4,9 +4,12 @@ The logits of a whole batch never exist: the vocabulary head runs over chunks of
 each chunk again.
 """
 
+from collections.abc import Callable
+from typing import Any
+
 import jax
 import jax.numpy as jnp
-from jaxtyping import Array, Bool, Float, Int32
+from jaxtyping import Array, Bool, Float, Int32, Shaped
 
 from jaxrl_lm.models import Model, heads, positions
 from jaxrl_lm.types import Params, Scores
@@ -22,7 +25,7 @@ def token_scores(logits: Float[Array, "N t V"], targets: Int32[Array, "N t"], te
     return Scores((chosen - log_total)[..., 0], entropy)
 
 
-def _states(
+def states_before(
     params: Params, tokens: Int32[Array, "N T"], segment_ids: Int32[Array, "N T"], *, model: Model, start: int
 ) -> tuple[Float[Array, "N t D"], Bool[Array, "N t"]]:
     """The hidden state before each token from column `start` on, and whether it stands in the token's segment.
@@ -37,7 +40,7 @@ def _states(
     return hidden[:, start - 1 : -1], real  # the shift: column t−1 predicts token t
 
 
-def _place(values: Float[Array, "N t"], real: Bool[Array, "N t"], start: int) -> Float[Array, "N T"]:
+def place_columns(values: Float[Array, "N t"], real: Bool[Array, "N t"], start: int) -> Float[Array, "N T"]:
     """Values of the columns from `start` on as facts about all T columns, 0 where there is nothing before."""
     return jnp.pad(jnp.where(real, values, 0.0), ((0, 0), (start, 0)))
 
@@ -57,7 +60,7 @@ def score(
     Columns before `start` (a prompt whose scores nobody reads), the first token of each segment and padding hold 0.
     `chunk` is the number of tokens whose logits exist at once. Raises ValueError if start is not in [1, T).
     """
-    before, real = _states(params, tokens, segment_ids, model=model, start=start)
+    before, real = states_before(params, tokens, segment_ids, model=model, start=start)
     return _scores(params, before, tokens[:, start:], real, model, temperature, chunk, start)
 
 
@@ -74,8 +77,8 @@ def values(
 
     `params` are a critic's trunk, or a policy's weights that the head shares. Raises ValueError as `score`.
     """
-    before, real = _states(params, tokens, segment_ids, model=model, start=start)
-    return _place(heads.apply(head, before), real, start)
+    before, real = states_before(params, tokens, segment_ids, model=model, start=start)
+    return place_columns(heads.apply(head, before), real, start)
 
 
 def score_with_values(
@@ -90,15 +93,24 @@ def score_with_values(
     start: int = 1,
 ) -> tuple[Scores, Float[Array, "N T"]]:
     """What `score` and `values` give for a shared trunk, from one forward pass. Raises ValueError as `score`."""
-    before, real = _states(params, tokens, segment_ids, model=model, start=start)
+    before, real = states_before(params, tokens, segment_ids, model=model, start=start)
     scores = _scores(params, before, tokens[:, start:], real, model, temperature, chunk, start)
-    return scores, _place(heads.apply(head, before), real, start)
+    return scores, place_columns(heads.apply(head, before), real, start)
 
 
 def _scores(params, before, targets, real, model: Model, temperature, chunk: int, start: int) -> Scores:
     """Scores of the targets from the hidden states before them, a chunk of columns at a time."""
-    rows, columns = targets.shape
-    temperature = jnp.broadcast_to(jnp.asarray(temperature, jnp.float32), (rows,))
+    temperature = jnp.broadcast_to(jnp.asarray(temperature, jnp.float32), (targets.shape[0],))
+    one = lambda before, targets: token_scores(model.unembed(params, before), targets, temperature)
+    return Scores(*(place_columns(x, real, start) for x in by_columns(one, before, targets, chunk=chunk)))
+
+
+def by_columns(function: Callable[..., Any], *arrays: Shaped[Array, "N t ..."], chunk: int) -> Any:
+    """function(*arrays), of arrays [N t …] to a tree of [N t], on about `chunk` tokens at a time.
+
+    The backward pass computes each chunk again, so that what is large within one never exists for all columns.
+    """
+    rows, columns = arrays[0].shape[:2]
     width = min(columns, max(1, chunk // rows))
     count = -(-columns // width)
     split = lambda x: (
@@ -109,8 +121,7 @@ def _scores(params, before, targets, real, model: Model, temperature, chunk: int
 
     @jax.checkpoint
     def one(_, part):
-        return None, token_scores(model.unembed(params, part[0]), part[1], temperature)
+        return None, function(*part)
 
-    _, scores = jax.lax.scan(one, None, (split(before), split(targets)))
-    join = lambda x: x.swapaxes(0, 1).reshape(rows, count * width)[:, :columns]
-    return Scores(*(_place(join(x), real, start) for x in scores))
+    _, out = jax.lax.scan(one, None, tuple(map(split, arrays)))
+    return jax.tree.map(lambda x: x.swapaxes(0, 1).reshape(rows, count * width)[:, :columns], out)

@@ -1,4 +1,4 @@
-"""The only file that calls jax.jit: what is compiled, with which layouts, and what is donated.
+"""Beside `fit_steps.py` the only file that calls jax.jit: what is compiled, with which layouts, and what is donated.
 
 `compile_steps` binds the pure functions of generate, score, credit, batch and update to a model, a mesh and the static
 options, and gives one record of compiled functions. Each compiles once a bucket of prompt lengths.
@@ -23,10 +23,13 @@ from jaxrl_lm.models import (
     LoraConfig,
     Model,
     attach,
+    classifier_specs,
     critic_specs,
     decode_specs,
     lora_specs,
     row_scores,
+    stacked,
+    token_logits,
     trunk_model,
     value_specs,
 )
@@ -142,20 +145,12 @@ def trained_specs(model: Model, *, lora: LoraConfig | None = None, critic: str =
 
 
 def state_shardings(
-    model: Model,
-    plan: Plan,
-    tx: optax.GradientTransformation,
-    dtype: str,
-    *,
-    lora: LoraConfig | None = None,
-    critic: str = "none",
-    reference: bool = False,
+    specs: dict[str, Any], plan: Plan, tx: optax.GradientTransformation, dtype: str, *, reference: bool = False
 ) -> tuple[TrainState, TrainState]:
-    """Shapes and layouts of the whole training state, from the weights' declarations alone.
+    """Shapes and layouts of the whole training state, from the declarations of what is trained (`trained_specs`) alone.
 
     `reference`: the state holds a reference that moves, in the form of the policy's tree.
     """
-    specs = trained_specs(model, lora=lora, critic=critic)
     key = jax.eval_shape(lambda: jax.random.key(0))
     is_spec = lambda node: hasattr(node, "axes")
     params = jax.tree.map(lambda spec: jax.ShapeDtypeStruct(spec.shape, jnp.dtype(dtype)), specs, is_leaf=is_spec)
@@ -202,7 +197,8 @@ def compile_steps(
     size = score_rows_at_once or rows
     if rows % size:
         raise ValueError(f"score_rows_at_once={score_rows_at_once} does not divide {rows} rows")
-    abstract, layouts = state_shardings(model, plan, tx, param_dtype, lora=lora, critic=critic, reference=reference)
+    specs = trained_specs(model, lora=lora, critic=critic)
+    abstract, layouts = state_shardings(specs, plan, tx, param_dtype, reference=reference)
     policy, every, split = layouts.params["policy"], plan.replicated, plan.rows
     base = None if lora is None else plan.tree(model.specs)
 
@@ -264,10 +260,47 @@ def compile_steps(
     )
 
 
-def compile_row_scores(model: Model, plan: Plan) -> Callable[..., jax.Array]:
-    """(reward model's weights, tokens, segment_ids) -> its score of each row, on every device. Compiles once a shape."""
+def compile_row_scores(model: Model, plan: Plan, *, members: int = 1) -> Callable[..., jax.Array]:
+    """(weights of K reward models, stacked; tokens, segment_ids) -> scores [K, N], on every device.
+
+    Compiles once a shape.
+    """
     return jax.jit(
-        functools.partial(row_scores, model=model),
-        in_shardings=(plan.tree(critic_specs(model)), plan.rows, plan.rows),
+        functools.partial(member_scores, model=model),
+        in_shardings=(plan.tree(stacked(critic_specs(model), members)), plan.rows, plan.rows),
         out_shardings=plan.replicated,
     )
+
+
+def member_scores(
+    members: dict[str, Params], tokens: Int32[Array, "N T"], segment_ids: Int32[Array, "N T"], *, model: Model
+) -> Float[Array, "K N"]:
+    """`row_scores` of each of K stacked reward models."""
+    return jax.vmap(lambda one: row_scores(one, tokens, segment_ids, model=model))(members)
+
+
+def compile_token_scores(
+    model: Model, plan: Plan, *, labels: int = 2, bias: bool = True
+) -> Callable[..., Float[Array, "N T"]]:
+    """(a process reward model's weights, tokens, segment_ids, step_ends) -> `step_chances`, on every device.
+
+    `labels` and `bias` are its head's. Compiles once a shape.
+    """
+    return jax.jit(
+        functools.partial(step_chances, model=model),
+        in_shardings=(plan.tree(classifier_specs(model, labels=labels, bias=bias)), *[plan.rows] * 3),
+        out_shardings=plan.replicated,
+    )
+
+
+def step_chances(
+    classifier: dict[str, Params],
+    tokens: Int32[Array, "N T"],
+    segment_ids: Int32[Array, "N T"],
+    step_ends: Bool[Array, "N T"],
+    *,
+    model: Model,
+) -> Float[Array, "N T"]:
+    """`algos.process_scores` of the head at every token; NaN where a logit is not finite, which σ would make a 0 or 1."""
+    logits = algos.reward_losses.binary_logits(token_logits(classifier, tokens, segment_ids, model=model))
+    return jnp.where(step_ends & ~jnp.isfinite(logits), jnp.nan, algos.process_scores(logits, step_ends))

@@ -78,6 +78,49 @@ class SFTBatch(NamedTuple):
     weights: Float[Array, "N T"]
 
 
+class PreferenceBatch(NamedTuple):
+    """Pairs of completions of one prompt; index 0 chosen, 1 rejected."""
+
+    tokens: Int32[Array, "N 2 T"]
+    segment_ids: Int32[Array, "N 2 T"]
+    action_mask: Bool[Array, "N 2 T"]  # tokens of the completions, their end-of-sequence token included
+    weights: Float[Array, "N"]  # 0: the pair lacks a side, or fills the batch
+    ref_logprobs: Float[Array, "N 2 T"] | None  # None: the loss has no reference
+    old_logprobs: Float[Array, "N 2 T"] | None = None  # of the policy that sampled the pairs (INPO)
+    reward_shift: Float[Array, "N"] | None = None  # the same in every row (BCO)
+    sft_length: Float[Array, "N"] | None = None  # what an sft term's sum is divided by, the same in every row
+
+
+class UnpairedBatch(NamedTuple):
+    """Completions that were judged one by one."""
+
+    tokens: Int32[Array, "N T"]
+    segment_ids: Int32[Array, "N T"]
+    action_mask: Bool[Array, "N T"]
+    labels: Bool[Array, "N"]  # desirable
+    weights: Float[Array, "N"]
+    ref_logprobs: Float[Array, "N T"]
+    kl: Float[Array, "N"]  # of the policy from its reference, the same in every row (KTO)
+
+
+class ComparisonBatch(NamedTuple):
+    """Pairs for a reward model; index 0 chosen, 1 rejected."""
+
+    tokens: Int32[Array, "N 2 T"]
+    segment_ids: Int32[Array, "N 2 T"]
+    weights: Float[Array, "N"]  # 0: the pair fills the batch
+    margin: Float[Array, "N"] | None  # how much better the chosen one is
+
+
+class LabelledBatch(NamedTuple):
+    """Rows with labels at some of their tokens, for outcome and process reward models."""
+
+    tokens: Int32[Array, "N T"]
+    segment_ids: Int32[Array, "N T"]
+    labels: Float[Array, "N T"]  # within 0 and 1, read where the weight is above 0
+    weights: Float[Array, "N T"]
+
+
 class Scores(NamedTuple):
     """Facts about given tokens; column `start` of score() and the padding hold 0."""
 
@@ -100,3 +143,4 @@ class Frozen(NamedTuple):
 
     reference: Params | None = None
     base: Params | None = None  # under LoRA: the weights that the adapter is added to
+    teacher: Params | None = None  # of on-policy distillation

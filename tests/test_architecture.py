@@ -11,21 +11,35 @@ PACKAGE = Path(__file__).parents[1] / "jaxrl_lm"
 LAYERS = (
     ("algorithm_config", "clock", "group_metrics", "masked", "types"),
     ("config", "metrics"),
+    ("fit_config", "tools_config"),
     ("algos", "sharding", "options", "optim", "stops"),
-    ("models",),
+    ("models", "runs"),
     ("sampling", "score"),
     ("credit", "generate", "update"),
-    ("batch", "objectives"),
+    ("batch", "distill", "fit_batches", "fit_objectives", "objectives"),
     ("steps",),
+    ("fit_steps",),
     ("data", "report", "checkpoint"),
     ("encode", "rewards"),
-    ("rollout", "checks"),
+    ("sequences",),
+    ("packing", "reward_sequences"),
+    ("given", "rollout", "checks"),
+    ("preferences",),
     ("assemble", "evaluate", "host", "reward_model"),
+    ("fit", "process_model"),
     ("prepare",),
+    ("fit_prepare",),
     ("collect",),
-    ("learn",),
-    ("sft", "inference", "loop"),
+    ("learn", "online_pairs"),
+    ("dpo", "loop", "reward_fit", "sft"),
+    ("inference",),
+    ("completions",),
+    ("beams", "label_steps", "traces"),
+    ("search",),
     ("seeds",),
+    ("recipe_file",),
+    ("recipe",),
+    ("stages",),
     ("lab",),
     ("cli",),
     ("__main__",),
@@ -118,9 +132,9 @@ def upward_imports(file, source):
 
 
 def jits(file, source):
-    """Uses of a compiling transform outside steps.py, as a call, a decorator or under another name."""
+    """Uses of a compiling transform outside steps.py and fit_steps.py, as a call, a decorator or under another name."""
     found = sorted(name for name in used(ast.parse(source)) if name.split(".")[-1] in COMPILING)
-    return [] if file == "steps.py" else [f"{file}: {name}" for name in found]
+    return [] if file in ("steps.py", "fit_steps.py") else [f"{file}: {name}" for name in found]
 
 
 def flax_imports(file, source):

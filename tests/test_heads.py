@@ -1,4 +1,4 @@
-"""Value heads against plain loops over the hidden states, and reward models against transformers."""
+"""Heads of critics and classifiers against plain loops over the hidden states. Directories: `test_classifiers.py`."""
 
 import dataclasses
 
@@ -6,18 +6,8 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-import torch
-from safetensors.torch import load_file, save_file
-from tokenizers import Tokenizer
-from tokenizers import models as vocabularies
-from transformers import (
-    CONFIG_MAPPING,
-    AutoModelForCausalLM,
-    AutoModelForSequenceClassification,
-    PreTrainedTokenizerFast,
-)
 
-from jaxrl_lm.models import Model, build, heads, load, load_reward_model, positions
+from jaxrl_lm.models import Model, build, heads, positions
 from jaxrl_lm.models.hf_table import flatten
 from jaxrl_lm.score import score, score_with_values, values
 from jaxrl_lm.sharding import Plan, make_mesh
@@ -238,82 +228,69 @@ def test_row_scores_read_the_last_token(model, params):
     np.testing.assert_allclose(run({"trunk": params, "head": HEAD}), expected, atol=2e-5)
 
 
-# --- reward models of Hugging Face ------------------------------------------------------------------------------------
-
-SIZES = {"vocab_size": 48, "hidden_size": 32, "intermediate_size": 40, "num_hidden_layers": 2, "initializer_range": 0.2}
-SIZES |= {"num_attention_heads": 4, "num_key_value_heads": 2, "pad_token_id": 0, "max_position_embeddings": 64}
+# --- classifiers ------------------------------------------------------------------------------------------------------
 
 
-def tokenizer():
-    names = {f"w{number}": number for number in range(48)}
-    return PreTrainedTokenizerFast(
-        tokenizer_object=Tokenizer(vocabularies.WordLevel(names, unk_token="w1")), unk_token="w1", pad_token="w0"
+def test_token_logits_are_the_head_on_the_state_of_each_token(model, params):
+    """After it has read the token: a critic's value of the next one."""
+    head = {"kernel": np.random.default_rng(4).normal(size=(32, 2)).astype(np.float32)}
+    biased = head | {"bias": np.array([0.5, -2.0], np.float32)}
+    arrays = jnp.asarray(TOKENS), jnp.asarray(SEGMENTS)
+    run = jax.jit(lambda head: heads.token_logits({"trunk": params, "head": head}, *arrays, model=model))
+    hidden, real = np.float64(run_hidden(params, model)), SEGMENTS[:, :, None] > 0
+    for given, bias in ((head, np.zeros(2)), (biased, biased["bias"])):
+        found = run(given)
+        assert found.dtype == jnp.float32
+        assert found.shape == (ROWS, COLUMNS, 2)
+        expected = np.where(real, hidden @ np.float64(head["kernel"]) + bias[None, None], 0.0)
+        np.testing.assert_allclose(found, expected, atol=5e-5)
+        assert (np.asarray(found)[SEGMENTS == 0] == 0).all()
+    one = run(HEAD)
+    assert one.shape == SEGMENTS.shape
+    before = np.asarray(run_values(HEAD, params, model))
+    same = (SEGMENTS[:, 1:] > 0) & (SEGMENTS[:, 1:] == SEGMENTS[:, :-1])
+    np.testing.assert_allclose(np.asarray(one)[:, :-1][same], before[:, 1:][same], atol=2e-5)
+
+
+@pytest.mark.parametrize("kind", ["row_scores", "token_logits"])
+def test_nan_states_of_padding_reach_neither_scores_nor_gradients(table_only, params, kind):
+    """Token 0 stands on padding alone, and its row of the table is NaN."""
+    table = params["embed"]["table"].at[0].set(jnp.nan)
+    tokens, segments = jnp.where(SEGMENTS > 0, TOKENS % 47 + 1, 0), jnp.asarray(SEGMENTS)
+
+    def total(head, table):
+        classifier = {"trunk": {"embed": {"table": table}}, "head": head}
+        return jnp.sum(getattr(heads, kind)(classifier, tokens, segments, model=table_only) ** 2)
+
+    value, (gradient, of_table) = jax.value_and_grad(total, argnums=(0, 1))(HEAD, table)
+    assert np.isfinite(value)
+    assert np.isfinite(of_table).all()
+    assert np.isfinite(gradient["kernel"]).all()
+    assert np.abs(gradient["kernel"]).min() > 0
+
+
+def test_a_drawn_head_has_the_stated_spread_and_its_key(model):
+    wide = dataclasses.replace(model.config, hidden_size=4095)
+    head = heads.init_head(wide, labels=3, bias=True, key=jax.random.key(5))
+    assert shapes(head) == shapes(heads.head_specs(wide, labels=3, bias=True)) == {"kernel": (4095, 3), "bias": (3,)}
+    kernel = np.float64(head["kernel"])
+    assert kernel.std() == pytest.approx(1 / 64, rel=0.02)  # 12285 draws: 0.6 % a standard error
+    assert kernel.mean() == pytest.approx(0, abs=5e-4)
+    assert (np.asarray(head["bias"]) == 0).all()
+    jax.tree.map(
+        np.testing.assert_array_equal, heads.init_head(wide, labels=3, key=jax.random.key(5)), {"kernel": kernel}
     )
+    assert (np.asarray(heads.init_head(wide, labels=3, key=jax.random.key(6))["kernel"]) != kernel).any()
+    assert heads.init_head(wide, key=jax.random.key(6), dtype="bfloat16")["kernel"].dtype == jnp.bfloat16
+    zero = heads.init_head(wide, labels=2, bias=True)
+    assert all((np.asarray(leaf) == 0).all() for leaf in zero.values())
 
 
-def write_model(directory, family, kind=AutoModelForSequenceClassification, **settings):
-    """A random model of transformers in a directory."""
-    torch.manual_seed(0)
-    model = kind.from_config(CONFIG_MAPPING[family](**SIZES, **settings)).float().eval()
-    model.save_pretrained(directory)
-    tokenizer().save_pretrained(directory)
-    return model
-
-
-@pytest.mark.parametrize("family", ["llama", "qwen2"])
-def test_a_reward_model_scores_as_in_transformers(tmp_path, family):
-    reference = write_model(tmp_path, family, num_labels=1, tie_word_embeddings=family == "qwen2")
-    model, critic, read = load_reward_model(tmp_path)
-    assert read.pad_token_id == 0
-    assert shapes(critic) == shapes(heads.critic_specs(model))
-    tokens = np.where(SEGMENTS > 0, TOKENS % 47 + 1, 0)[:4]  # no padding token among the real ones
-    mask = SEGMENTS[:4] > 0
-    places = np.where(mask, np.cumsum(mask, axis=1) - 1, 0)
-    with torch.no_grad():
-        out = reference(torch.tensor(tokens), torch.tensor(mask).long(), position_ids=torch.tensor(places))
-    scores = jax.jit(lambda c, t, s: heads.row_scores(c, t, s, model=model))(critic, tokens, SEGMENTS[:4])
-    np.testing.assert_allclose(scores, out.logits[:, 0], atol=2e-5)
-    assert np.asarray(scores).std() > 0.1
-
-
-def test_a_reward_model_on_a_mesh_and_in_bfloat16(tmp_path):
-    write_model(tmp_path, "qwen2", num_labels=1)
+def test_stacked_declarations_keep_the_layout_of_each_member(model):
     plan = Plan(make_mesh({"data": 2, "fsdp": 2, "tensor": 2}))
-    _, whole, _ = load_reward_model(tmp_path)
-    model, critic, _ = load_reward_model(tmp_path, plan=plan)
-    assert model.plan == plan
-    assert jax.tree.map(lambda leaf: leaf.sharding, critic) == plan.tree(heads.critic_specs(model))
-    jax.tree.map(np.testing.assert_array_equal, critic, whole)
-    half, low, _ = load_reward_model(tmp_path, dtype="bfloat16", compute_dtype="float32")
-    assert half.config.dtype == "float32"
-    assert {leaf.dtype for leaf in jax.tree.leaves(low)} == {jnp.dtype("bfloat16")}
-    jax.tree.map(np.testing.assert_array_equal, low, jax.tree.map(lambda leaf: leaf.astype(jnp.bfloat16), whole))
-
-
-def test_what_is_no_reward_model_is_refused(tmp_path):
-    write_model(tmp_path / "labels", "llama", num_labels=3)
-    with pytest.raises(ValueError, match="a head with 3 labels"):
-        load_reward_model(tmp_path / "labels")
-    write_model(tmp_path / "default", "llama")
-    with pytest.raises(ValueError, match="a head with 2 labels"):
-        load_reward_model(tmp_path / "default")
-    write_model(tmp_path / "policy", "llama", kind=AutoModelForCausalLM)
-    with pytest.raises(ValueError, match=r"architectures \['LlamaForCausalLM'\] is no reward model; supported: Llama"):
-        load_reward_model(tmp_path / "policy")
-    with pytest.raises(FileNotFoundError):
-        load_reward_model(tmp_path / "absent")
-
-    write_model(tmp_path / "reward", "llama", num_labels=1)
-    with pytest.raises(ValueError, match="architecture 'LlamaForSequenceClassification' is not supported"):
-        load(tmp_path / "reward")  # as a policy
-    file = tmp_path / "reward" / "model.safetensors"
-    tensors = load_file(file)
-    for change, message in (
-        ({"score.weight": None}, "score.weight has shape None, expected"),
-        ({"score.weight": torch.zeros(1, 31)}, r"score.weight has shape \(1, 31\), expected \(1, 32\)"),
-        ({"score.bias": torch.zeros(1)}, "unknown tensors: score.bias"),
-        ({"model.norm.weight": None}, "missing tensors: model.norm.weight"),
-    ):
-        save_file({k: v for k, v in (tensors | change).items() if v is not None}, file, metadata={"format": "pt"})
-        with pytest.raises(ValueError, match=message):
-            load_reward_model(tmp_path / "reward")
+    specs = heads.classifier_specs(model, labels=2, bias=True)
+    many = heads.stacked(specs, 3)
+    assert shapes(many) == jax.tree.map(lambda spec: (3, *spec.shape), specs, is_leaf=is_spec)
+    same = lambda one, two: (None, *one.spec) == tuple(two.spec)
+    assert jax.tree.all(jax.tree.map(same, plan.tree(specs), plan.tree(many)))
+    assert jax.tree.all(jax.tree.map(lambda a, b: a.init == b.init, specs, many, is_leaf=is_spec))

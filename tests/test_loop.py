@@ -338,7 +338,7 @@ def test_sigterm_saves_and_exits_with_0_and_options_may_change(killed, straight,
     with Checkpoints(directory / "checkpoints", read_only=True) as checkpoints:
         assert checkpoints.latest() == 2
     before = (directory / "config.toml").read_text()
-    with pytest.raises(ValueError, match="the training prompts are not those that this run was started with"):
+    with pytest.raises(ValueError, match="the training rows are not those that this run was started with"):
         tiny_run.run(tiny_run.options(model, data, directory), dataset=tiny_run.problems("train", 16, seed=1))
     with pytest.raises(ConfigError) as error:
         tiny_run.run(tiny_run.options(model, data, directory, learning_rate=1e-3, save_steps=2))

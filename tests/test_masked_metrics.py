@@ -1,5 +1,6 @@
 """Masked reductions against loops, whatever lies under the mask; metrics of parts merged equal those of the whole."""
 
+import functools
 import itertools
 import math
 
@@ -12,7 +13,20 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from jaxrl_lm import masked
-from jaxrl_lm.metrics import Max, Mean, Min, Sum, max_of, mean_of, merge, min_of, result
+from jaxrl_lm.metrics import (
+    CalibrationError,
+    Correlation,
+    Max,
+    Mean,
+    Min,
+    Sum,
+    correlation_of,
+    max_of,
+    mean_of,
+    merge,
+    min_of,
+    result,
+)
 
 SHAPE = (3, 5)
 POISON = (math.nan, math.inf, -math.inf)
@@ -146,6 +160,56 @@ def test_infinities_and_nan_that_were_measured_are_shown():
     good = measure(jnp.array([3.0, 4.0]), jnp.ones(2, bool))
     for merged in (merge(bad, good), merge(good, bad)):
         assert all(math.isnan(value) for value in result(merged).values())
+
+
+def related(x, y, mask):
+    """Two bins: below one half and from there on."""
+    bins = jnp.stack([mask & (x < 0.5), mask & (x >= 0.5)])
+    sums = lambda values: jnp.sum(jnp.where(bins, values[None], 0.0), axis=1)
+    return {
+        "correlation": correlation_of(x, y, mask),
+        "calibration": CalibrationError(sums(jnp.ones_like(x)), sums(x), sums(y)),
+    }
+
+
+@pytest.mark.parametrize("offset", [0.0, 1e4])
+def test_relations_of_two_variables_merge(offset):
+    """Over parts of unequal size, one of them empty and one of a single value; poison lies under the mask."""
+    rng = np.random.default_rng(0)
+    mask = rng.random(24) < 0.7
+    mask[8:12], mask[23] = False, True
+    y = rng.random(24)
+    x = np.where(mask, 0.3 * y + 0.7 * rng.random(24), np.nan).astype(np.float32)
+    shifted = (x + offset).astype(np.float32)
+    parts = [(0, 7), (7, 8), (8, 12), (12, 23), (23, 24)]
+    y = jnp.asarray(np.where(mask, y, np.inf), jnp.float32)
+
+    def measured(part):
+        found, moved = (related(jnp.asarray(values)[part], y[part], jnp.asarray(mask)[part]) for values in (x, shifted))
+        return found | {"moved": moved["correlation"]}
+
+    first, *rest = (measured(slice(*ends)) for ends in parts)
+    found = result(functools.reduce(merge, rest, first))
+    a, b, c = np.float64(x)[mask], np.float64(y)[mask], np.float64(shifted)[mask]
+    assert found["correlation"] == pytest.approx(np.corrcoef(a, b)[0, 1], abs=1e-5)
+    assert found["moved"] == pytest.approx(np.corrcoef(c, b)[0, 1], abs=1e-3)
+    gaps = [abs((b - a)[where].sum()) for where in (a < 0.5, a >= 0.5)]
+    assert found["calibration"] == pytest.approx(sum(gaps) / mask.sum(), rel=1e-5)
+    whole = result(measured(slice(None)))
+    assert found == pytest.approx(whole, abs=1e-3)
+
+
+def test_relations_that_were_not_measured_are_nan():
+    none, one = jnp.zeros(3, bool), jnp.ones(3, bool)
+    x = jnp.array([0.1, 0.2, 0.7])
+    empty = related(x, x, none)
+    assert all(math.isnan(value) for value in result(empty).values())
+    assert math.isnan(result({"flat": correlation_of(jnp.full(3, 0.1), x, one)})["flat"])
+    both = result(merge(empty, related(x, x, one)))
+    assert both == pytest.approx({"correlation": 1.0, "calibration": 0.0}, abs=1e-6)
+    assert isinstance(merge(empty, empty)["correlation"], Correlation)
+    with pytest.raises(KeyError, match="correlation"):
+        merge(empty, empty | {"correlation": mean_of(x, one)})
 
 
 def test_different_metrics_do_not_merge():

@@ -1,18 +1,25 @@
 """Reward models as reward functions: their scores are transformers' on the same tokens, and runs train on them."""
 
+import json
+import re
+import shutil
 import string
 
+import jax
+import jax.numpy as jnp
 import numpy as np
 import pyarrow.parquet as pq
 import pytest
 import tiny_run
 import torch
+from safetensors.torch import load_file, save_file
 from tokenizers import Regex, Tokenizer, models, pre_tokenizers, processors
 from transformers import AutoModelForCausalLM, AutoModelForSequenceClassification, LlamaConfig, PreTrainedTokenizerFast
 
 import jaxrl_lm
 from jaxrl_lm import cli
 from jaxrl_lm.config import PPOConfig
+from jaxrl_lm.models import load_reward_model, save_ensemble
 from jaxrl_lm.options import to_toml
 from jaxrl_lm.prepare import build_plan
 from jaxrl_lm.report import load_metrics
@@ -25,6 +32,13 @@ IDS = {name: number for number, name in enumerate(NAMES)}
 BOS, EOT = 1, 2
 TEMPLATE = "<s>{% for m in messages %}{{ m['role'][0] }}={{ m['content'] }}<eot>{% endfor %}"
 MESH = {"data": 2, "fsdp": 2, "tensor": 2}
+
+
+@pytest.fixture(scope="module", autouse=True)
+def cached(tmp_path_factory):
+    """Each reward model has programs of its own, of few shapes."""
+    with tiny_run.compile_cache(tmp_path_factory.mktemp("xla")):
+        yield
 
 
 def save(directory, *, kind=AutoModelForSequenceClassification, chat_template=TEMPLATE, **settings):
@@ -147,6 +161,94 @@ def test_a_row_that_begins_without_the_bos_keeps_its_last_tokens_as_they_are(rew
     assert reward._cut_start(ids[2:]) == ids[2:]
 
 
+# --- ensembles, probabilities, the end of a text ----------------------------------------------------------------------
+
+
+@pytest.fixture(scope="module")
+def members(saved, tmp_path_factory):
+    """A directory of two, the second the first with another head, and transformers' scores of rows of ids, [2, N]."""
+    model, classifier, tokenizer = load_reward_model(saved[0])
+    kernel = classifier["head"]["kernel"]
+    other = jnp.asarray(np.random.default_rng(1).permutation(np.asarray(kernel)))
+    both = jax.tree.map(lambda leaf: jnp.stack([leaf, leaf]), classifier)
+    both["head"]["kernel"] = jnp.stack([kernel, other])
+    directory = tmp_path_factory.mktemp("ensemble") / "members"
+    save_ensemble(directory, model, both, tokenizer, append_eos=True)
+    of = [AutoModelForSequenceClassification.from_pretrained(directory / f"member_{n}").eval() for n in range(2)]
+
+    def score(rows):
+        with torch.no_grad():
+            return np.array([[float(one(torch.tensor([ids])).logits[0, 0]) for ids in rows] for one in of])
+
+    return directory, score
+
+
+@pytest.mark.parametrize(
+    ("settings", "combine"),
+    [
+        ("", lambda z: z.mean(0)),
+        ("?ensemble=mean", lambda z: z.mean(0)),
+        ("?ensemble=min", lambda z: z.min(0)),
+        ("?ensemble=pessimistic", lambda z: z.mean(0) - z.std(0, ddof=1)),
+        ("?ensemble=pessimistic&k=0.25", lambda z: z.mean(0) - 0.25 * z.std(0, ddof=1)),
+        ("?sigmoid=true&ensemble=min", lambda z: (1 / (1 + np.exp(-z))).min(0)),
+        ("?sigmoid=true&batch_size=4", lambda z: (1 / (1 + np.exp(-z))).mean(0)),
+    ],
+    ids=["default", "mean", "min", "pessimistic", "k", "sigmoid min", "sigmoid mean"],
+)
+def test_scores_of_an_ensemble_are_combined_as_asked(members, plan, settings, combine):
+    directory, score = members
+    reward = RewardModel(f"reward_model:{directory}{settings}", plan=plan)
+    assert reward.members == 2
+    completions = [str(number) for number in range(6)]
+    single = score([[BOS, *chars("1+1="), *chars(text), EOT] for text in completions])
+    assert np.abs(single[0] - single[1]).min() > 1e-3
+    found = reward(["1+1="] * 6, completions)
+    np.testing.assert_allclose(found, combine(single), atol=1e-4)
+
+
+def test_an_eos_is_appended_if_the_directory_says_so(members, saved, plan):
+    """To texts, once; a chat's template knows better."""
+    reward = RewardModel(f"reward_model:{members[0]}", plan=plan)
+    assert reward.append_eos
+    assert reward.encode("1+1=", "2") == reward.encode("1+1=", "2<eot>") == [BOS, *chars("1+1=2"), EOT]
+    chat = [{"role": "user", "content": "1+2="}]
+    text = [BOS, *chars("u=1+2="), EOT, *chars("a=3"), EOT]
+    assert reward.encode(chat, answer("3")) == text
+    assert not RewardModel(f"reward_model:{saved[0]}", plan=plan).append_eos
+    short = RewardModel(f"reward_model:{members[0]}?max_length=6", plan=plan)
+    with pytest.warns(UserWarning, match="1 of 1 rows"):
+        assert short(["1+1+1="], ["3"]) == pytest.approx(members[1]([[BOS, *chars("+1=3"), EOT]]).mean(0), abs=1e-4)
+
+
+def test_a_single_model_gives_a_probability(saved, reward, plan):
+    chance = RewardModel(f"reward_model:{saved[0]}?sigmoid=true", plan=plan)
+    rows = ["1+1="] * 3, ["2", "3", "4"]
+    np.testing.assert_allclose(chance(*rows), 1 / (1 + np.exp(-np.array(reward(*rows)))), rtol=1e-6)
+    assert not RewardModel(f"reward_model:{saved[0]}?sigmoid=false", plan=plan).sigmoid
+
+
+@pytest.mark.parametrize("number", [np.nan, np.inf, -np.inf])
+@pytest.mark.parametrize("settings", ["?ensemble=min", "?sigmoid=true"])
+def test_a_score_that_is_not_finite_names_option_and_row(members, plan, number, settings):
+    """Of any member, also where σ or the min would hide it; the other rows' scores are fine."""
+    reward = RewardModel(f"reward_model:{members[0]}{settings}", plan=plan)
+    whole = reward._scores
+
+    def broken(weights, tokens, segment_ids):
+        bad = np.array([[False], [True]]) & np.asarray(tokens == IDS["#"]).any(1)[None]
+        return jnp.where(bad, number, whole(weights, tokens, segment_ids))
+
+    reward._scores = broken
+    assert np.isfinite(reward(["1+1=", "1+2="], ["2", "3"])).all()
+    given = {"completion_ids": [[4]] * 3, "columns": {}, "group_ids": [0] * 3}
+    message = "the score of the row with prompt '1+3=' and completion '#4' is not a finite number"
+    pattern = ".*".join(re.escape(part) for part in (f"members{settings}'", message, "on row 2"))
+    prompts = ["1+1=", "1+2=", "1+3="]
+    with pytest.raises(RewardError, match=pattern):
+        compute_rewards(resolve_all([reward]), prompts=prompts, completions=["2", "3", "#4"], **given)
+
+
 # --- errors -----------------------------------------------------------------------------------------------------------
 
 
@@ -161,6 +263,14 @@ def test_a_row_that_begins_without_the_bos_keeps_its_last_tokens_as_they_are(rew
         ("reward_model:{dir}/one?max_len=3", ValueError, "unknown setting 'max_len'; did you mean 'max_length'"),
         ("reward_model:{dir}/one?max_length=0", ValueError, "max_length=0: must be an integer of at least 1"),
         ("reward_model:{dir}/one?batch_size=x", ValueError, "batch_size=x: must be an integer of at least 1"),
+        ("reward_model:{dir}/one?k=1", ValueError, "k=1.0 has no effect without ensemble=pessimistic"),
+        ("reward_model:{dir}/one?ensemble=min", ValueError, "ensemble=min has no effect: the directory holds one"),
+        ("reward_model:{dir}/one?ensemble=max", ValueError, "ensemble=max: must be one of mean, min, pessimistic"),
+        ("reward_model:{dir}/one?k=-1", ValueError, "k=-1: must be a number of at least 0"),
+        ("reward_model:{dir}/one?k=inf", ValueError, "k=inf: must be a number of at least 0"),
+        ("reward_model:{dir}/one?sigmoid=1", ValueError, "sigmoid=1: must be one of true, false"),
+        ("reward_model:{dir}/endless", ValueError, "append_eos, and its tokenizer has no end-of-sequence token"),
+        ("reward_model:{dir}/headless", ValueError, "headless: the head is missing: no tensor score.weight"),
         ("reward_model:{dir}/one?max_length=161", ValueError, "max_length=161, and the model reads 160 tokens"),
     ],
 )
@@ -178,6 +288,14 @@ def broken(tmp_path_factory):
     save(directory / "labels", num_labels=2)
     save(directory / "narrow", num_key_value_heads=1, num_attention_heads=1)
     save(directory / "one", chat_template=None)
+    shutil.copytree(directory / "one", directory / "endless")
+    edit = lambda file, **new: file.write_text(json.dumps(json.loads(file.read_text()) | new))
+    edit(directory / "endless" / "config.json", append_eos=True)
+    edit(directory / "endless" / "tokenizer_config.json", eos_token=None)
+    shutil.copytree(directory / "one", directory / "headless")
+    tensors = load_file(directory / "one" / "model.safetensors")
+    tensors.pop("score.weight")
+    save_file(tensors, directory / "headless" / "model.safetensors", metadata={"format": "pt"})
     return directory
 
 
@@ -204,13 +322,6 @@ def test_a_model_that_stands_twice_is_loaded_once(saved, plan):
 # --- runs -------------------------------------------------------------------------------------------------------------
 
 
-@pytest.fixture
-def cached(tmp_path):
-    with tiny_run.compile_cache(tmp_path / "xla"):
-        yield
-
-
-@pytest.mark.usefixtures("cached")
 def test_ppo_trains_on_a_reward_model_and_goes_on_from_the_command_line(saved, tmp_path):
     directory, score = saved
     model, data = tiny_run.save_model(tmp_path / "policy"), tiny_run.write_data(tmp_path)

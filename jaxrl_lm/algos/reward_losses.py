@@ -5,7 +5,7 @@ A reward model has one score a row (`reward_model_loss`, `outcome_loss` of [N]) 
 `step_labels.py`; what to do with scores: `selection.py`; advantages from them: `process.py`.
 """
 
-from typing import Literal, NamedTuple, get_args
+from typing import Literal, get_args
 
 import jax
 import jax.numpy as jnp
@@ -14,7 +14,7 @@ from jaxtyping import Array, Bool, Float, Int, Shaped
 from jaxrl_lm import masked
 from jaxrl_lm.algos.groups import Valid
 from jaxrl_lm.algos.returns import last_heads
-from jaxrl_lm.metrics import Mean, mean_of
+from jaxrl_lm.metrics import CalibrationError, Correlation, Mean, correlation_of, mean_of, merge_correlations
 
 Ensemble = Literal["mean", "min", "pessimistic"]
 
@@ -182,20 +182,13 @@ def label_metrics(logits: Shaped[Array, "*s"], labels: Shaped[Array, "*s"], mask
 # --- calibration, and what a score follows instead of quality ---------------------------------------------------------
 
 
-class Calibration(NamedTuple):
-    """Sums by bin of the predicted probability: add those of parts, then `calibration_error`."""
-
-    count: Float[Array, "B"]
-    probability: Float[Array, "B"]
-    label: Float[Array, "B"]
-
-
 def calibration(
     probabilities: Shaped[Array, "*s"], labels: Shaped[Array, "*s"], mask: Bool[Array, "*s"], *, bins: int = 10
-) -> Calibration:
+) -> CalibrationError:
     """Count, Σ probability and Σ label over the mask in equal bins of [0, 1], bin b being [b / bins, (b + 1) / bins).
 
-    1 belongs to the last bin. For comparisons see `pair_calibration`. Raises ValueError for bins below 1.
+    1 belongs to the last bin. Add the sums of parts, then `calibration_error`; as a metric they merge by themselves. For
+    comparisons see `pair_calibration`. Raises ValueError for bins below 1.
     """
     if bins < 1:
         raise ValueError(f"bins={bins}: at least one bin is needed")
@@ -203,10 +196,10 @@ def calibration(
     flat = mask.reshape(-1)
     index = jnp.clip(jnp.floor(p * bins).astype(jnp.int32), 0, bins - 1)
     total = lambda x: jax.ops.segment_sum(masked.select(x, flat), index, num_segments=bins)
-    return Calibration(total(flat), total(p), total(y))
+    return CalibrationError(total(flat), total(p), total(y))
 
 
-def pair_calibration(scores: Shaped[Array, "N 2"], *, bins: int = 10, valid: Valid = None) -> Calibration:
+def pair_calibration(scores: Shaped[Array, "N 2"], *, bins: int = 10, valid: Valid = None) -> CalibrationError:
     """The `calibration` of comparisons: with which chance the preferred one wins, σ(|r⁺ − r⁻|), and whether it does.
 
     Of two orders of a pair the model's own, so that the label is not always 1. Equal scores are right by half.
@@ -216,7 +209,7 @@ def pair_calibration(scores: Shaped[Array, "N 2"], *, bins: int = 10, valid: Val
     return calibration(jax.nn.sigmoid(jnp.abs(gap)), 0.5 * (1.0 + jnp.sign(gap)), valid, bins=bins)
 
 
-def calibration_error(sums: Calibration) -> Float[Array, ""]:
+def calibration_error(sums: CalibrationError) -> Float[Array, ""]:
     """The expected calibration error Σ_b (n_b / n) |mean label − mean probability|; NaN where nothing was counted.
 
     Source: Guo et al., 2017, eq. 3 (Naeini et al., 2015).
@@ -224,47 +217,20 @@ def calibration_error(sums: Calibration) -> Float[Array, ""]:
     return jnp.sum(jnp.abs(sums.label - sums.probability)) / jnp.sum(sums.count)
 
 
-class Moments(NamedTuple):
-    """Of two variables over a part of the data: count, means, and centred sums; see `merge_moments`."""
-
-    count: Float[Array, ""]
-    mean_x: Float[Array, ""]
-    mean_y: Float[Array, ""]
-    xx: Float[Array, ""]  # Σ (x − mean x)²
-    yy: Float[Array, ""]
-    xy: Float[Array, ""]
+# Moments of two variables over a part of the data, and those of two parts together.
+moments, merge_moments = correlation_of, merge_correlations
 
 
-def moments(x: Shaped[Array, "*s"], y: Shaped[Array, "*s"], mask: Bool[Array, "*s"]) -> Moments:
-    """The moments of x and y over the mask. Centred, so that a large common offset costs no precision."""
-    a, b = masked.centre(x, mask), masked.centre(y, mask)
-    count = jnp.sum(mask).astype(a.dtype)
-    return Moments(count, masked.mean(x, mask), masked.mean(y, mask), jnp.sum(a * a), jnp.sum(b * b), jnp.sum(a * b))
-
-
-def merge_moments(a: Moments, b: Moments) -> Moments:
-    """The moments of both parts together. Source: Chan, Golub and LeVeque, 1983."""
-    count = a.count + b.count
-    share = b.count / jnp.maximum(count, 1.0)
-    gap_x, gap_y, between = b.mean_x - a.mean_x, b.mean_y - a.mean_y, a.count * share
-    return Moments(
-        count,
-        a.mean_x + gap_x * share,
-        a.mean_y + gap_y * share,
-        a.xx + b.xx + gap_x * gap_x * between,
-        a.yy + b.yy + gap_y * gap_y * between,
-        a.xy + b.xy + gap_x * gap_y * between,
-    )
-
-
-def correlation(sums: Moments) -> Float[Array, ""]:
+def correlation(sums: Correlation) -> Float[Array, ""]:
     """Pearson's correlation; NaN where x or y has no spread: there is nothing to measure."""
     some = (sums.xx > 0) & (sums.yy > 0)
     below = jnp.sqrt(jnp.where(some, sums.xx, 1.0)) * jnp.sqrt(jnp.where(some, sums.yy, 1.0))
     return jnp.where(some, sums.xy / below, jnp.nan)
 
 
-def length_reward_moments(scores: Shaped[Array, "*s"], lengths: Int[Array, "*s"], mask: Bool[Array, "*s"]) -> Moments:
+def length_reward_moments(
+    scores: Shaped[Array, "*s"], lengths: Int[Array, "*s"], mask: Bool[Array, "*s"]
+) -> Correlation:
     """The `moments` of lengths and scores: merge those of parts, then `correlation`.
 
     Near 1 the model pays for length. Source: the check of Singhal et al., 2023, "A long way to go".

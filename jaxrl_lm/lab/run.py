@@ -15,8 +15,10 @@ from typing import Any
 
 import jax
 
-from jaxrl_lm.config import ExportConfig, GRPOConfig, SFTConfig
+from jaxrl_lm.config import ExportConfig, GRPOConfig
 from jaxrl_lm.evaluate import evaluate
+from jaxrl_lm.fit import Fit, updates
+from jaxrl_lm.fit_config import SFTConfig
 from jaxrl_lm.inference import run_export
 from jaxrl_lm.lab.config import LabConfig
 from jaxrl_lm.lab.figure import curves
@@ -27,7 +29,7 @@ from jaxrl_lm.models import ModelConfig, build, save
 from jaxrl_lm.options import to_toml
 from jaxrl_lm.prepare import Setup, prepare
 from jaxrl_lm.report import load_metrics
-from jaxrl_lm.sft import SFTSetup, prepare_sft, sft_policy, sft_steps
+from jaxrl_lm.sft import prepare_sft, train_sft, trained_policy
 from jaxrl_lm.types import TrainState
 
 REWARD = "jaxrl_lm.lab.task:lab_answer"
@@ -69,7 +71,7 @@ def sft_config(config: LabConfig, files: dict[str, str], directory: Path, start:
     return SFTConfig(
         model=str(start),
         dataset=files["demonstrations"],
-        output_dir=str(directory / "sft"),
+        output_dir=str(directory / "sft_run"),
         seed=config.seed,
         rows_per_step=config.sft_rows,
         max_steps=steps,
@@ -77,6 +79,8 @@ def sft_config(config: LabConfig, files: dict[str, str], directory: Path, start:
         lr_scheduler="cosine",
         warmup_steps=min(50, steps // 4),
         max_length=64,
+        save_steps=0,
+        logging_steps=100,
     )
 
 
@@ -159,15 +163,11 @@ def _make_room(directory: Path) -> None:
 
 def supervised(config: SFTConfig, target: Path) -> None:
     """Takes the config's steps and saves the model."""
-    setup = prepare_sft(config)
-    for note in setup.notes:
-        print(f"   {note}")
-    state = None
-    for step, newest, metrics in sft_steps(setup):
-        state = newest
-        if step % 50 == 0 or step == config.max_steps:
-            print(f"   step {step}/{config.max_steps}  loss {metrics['loss']:.3f}", flush=True)
-    save(target, setup.model, sft_policy(setup, state), setup.tokenizer, generation_config=setup.generation)
+    run = train_sft(config)
+    if run.interrupted:
+        raise SystemExit("the lab was ended in its supervised steps; run it again")
+    save(target, run.model, trained_policy(config, run.frozen.base, run.state), run.tokenizer,
+         generation_config=run.generation)  # fmt: skip
 
 
 def training_seconds(history: list[dict[str, Any]]) -> float:
@@ -196,9 +196,9 @@ def continue_supervised(
     return out
 
 
-def timed(setup: SFTSetup, seconds: float) -> Iterator[tuple[float, int, TrainState, dict[str, float]]]:
+def timed(setup: Fit, seconds: float) -> Iterator[tuple[float, int, TrainState, dict[str, float]]]:
     """Supervised steps until their own time, without the caller's, is used up."""
-    steps, used = sft_steps(setup), 0.0
+    steps, used = updates(setup), 0.0
     while used < seconds:
         start = time.perf_counter()
         step, state, metrics = next(steps)

@@ -1,56 +1,86 @@
-"""Value heads: one number a token from the hidden states, for critics and reward models.
+"""Heads: numbers from the hidden states, for critics, reward models and process reward models.
 
-A head is a tree of its own, {"kernel": [D, 1]}, and reads the hidden states after the last norm, as the unembedding
-does; so it works with tied embeddings, and beside a policy's weights (shared trunk) as well as on a critic's own,
-{"trunk": params, "head": head}. Such a trunk holds no unembedding: it is a model with tie_embeddings=True, which
-computes the same hidden states. Values at the columns of tokens: `score.py`.
+A head is a tree of its own, {"kernel": [D, C]} with or without {"bias": [C]}, and reads the hidden states after the
+last norm, as the unembedding does; so it works with tied embeddings, and beside a policy's weights (shared trunk) as
+well as on a model's own, {"trunk": params, "head": head}, a *classifier*. Such a trunk holds no unembedding: it is a
+model with tie_embeddings=True, which computes the same hidden states. A critic's values stand before their token
+(`score.py`), scores of reward models after it. Their directories: `classifiers.py`.
 """
 
 import dataclasses
-import os
 from typing import Any
 
 import jax
 import jax.numpy as jnp
-import numpy as np
-from jax.sharding import SingleDeviceSharding
-from jaxtyping import Array, Float, Int
-from transformers import PreTrainedTokenizerFast
+from jaxtyping import Array, Float, Int, Shaped
 
 from jaxrl_lm.models.config import ModelConfig
-from jaxrl_lm.models.decoder import Model, build, positions
-from jaxrl_lm.models.hf import check_vocabulary, load_tokenizer, resolve
-from jaxrl_lm.models.hf_config import ARCHITECTURES, config_from_hf, read_json
-from jaxrl_lm.models.hf_files import Safetensors
-from jaxrl_lm.models.hf_table import read_params
+from jaxrl_lm.models.decoder import Model, positions
 from jaxrl_lm.models.layers import ParamSpec
-from jaxrl_lm.sharding import Plan
 from jaxrl_lm.types import Params
 
-SCORE = "score.weight"  # transformers' name of the head
+
+def head_specs(config: ModelConfig, *, labels: int = 1, bias: bool = False) -> dict[str, Any]:
+    """The declaration of a head: rows of an unembedding, one a label.
+
+    transformers has no bias in its sequence classification, and one in its token classification.
+    """
+    specs = {"kernel": ParamSpec((config.hidden_size, labels), ("vocab_embed", None), "zeros")}
+    return specs | ({"bias": ParamSpec((labels,), (None,), "zeros")} if bias else {})
 
 
 def value_specs(config: ModelConfig) -> dict[str, Any]:
-    """The declaration of a head: one row of an unembedding, without a bias as in TRL and transformers."""
-    return {"kernel": ParamSpec((config.hidden_size, 1), ("vocab_embed", None), "zeros")}
+    """The declaration of a critic's head: one label, without a bias as in TRL and transformers."""
+    return head_specs(config)
+
+
+def init_head(
+    config: ModelConfig,
+    *,
+    labels: int = 1,
+    bias: bool = False,
+    key: Shaped[Array, ""] | None = None,
+    dtype: str = "float32",
+) -> Params:
+    """A fresh head: zero, or with a key a kernel drawn from a normal of std 1 / √(D + 1) and a bias of zero.
+
+    Zero leaves a shared trunk alone at first; the draw makes the members of an ensemble differ.
+    Source of the draw: Stiennon et al., 2020. TRL and transformers draw with std initializer_range.
+    """
+    head = {name: jnp.zeros(spec.shape, dtype) for name, spec in head_specs(config, labels=labels, bias=bias).items()}
+    if key is None:
+        return head
+    drawn = jax.random.normal(key, head["kernel"].shape, jnp.float32) / (config.hidden_size + 1) ** 0.5
+    return head | {"kernel": drawn.astype(dtype)}
 
 
 def init_value_head(config: ModelConfig, dtype: str = "float32") -> Params:
-    """A fresh head, zero: all values are 0, so the first advantages are returns and a shared trunk is left alone.
-
-    TRL draws it from a normal of std initializer_range instead, which adds noise of that size times |hidden|.
-    """
-    return {name: jnp.zeros(spec.shape, dtype) for name, spec in value_specs(config).items()}
+    """A critic's fresh head, zero: all values are 0, so the first advantages are returns."""
+    return init_head(config, dtype=dtype)
 
 
-def apply(head: Params, hidden: Float[Array, "*n D"]) -> Float[Array, "*n"]:
-    """The head's number at each hidden state; float32 whatever the dtype of the states."""
-    return (hidden.astype(jnp.float32) @ head["kernel"].astype(jnp.float32))[..., 0]
+def apply(head: Params, hidden: Float[Array, "*n D"]) -> Float[Array, "*n"] | Float[Array, "*n C"]:
+    """The head's number at each hidden state, or its C numbers; float32 whatever the dtype of the states."""
+    out = hidden.astype(jnp.float32) @ head["kernel"].astype(jnp.float32)
+    if "bias" in head:
+        out = out + jnp.broadcast_to(head["bias"].astype(jnp.float32), out.shape)
+    return out[..., 0] if out.shape[-1] == 1 else out
+
+
+def classifier_specs(model: Model, *, labels: int = 1, bias: bool = False) -> dict[str, Any]:
+    """The declaration of a classifier of `trunk_model(model)`."""
+    return {"trunk": trunk_model(model).specs, "head": head_specs(model.config, labels=labels, bias=bias)}
 
 
 def critic_specs(model: Model) -> dict[str, Any]:
-    """The declaration of a critic of `trunk_model(model)`."""
-    return {"trunk": trunk_model(model).specs, "head": value_specs(model.config)}
+    """The declaration of a critic of `trunk_model(model)`: a classifier with one label."""
+    return classifier_specs(model)
+
+
+def stacked(specs: dict[str, Any], count: int) -> dict[str, Any]:
+    """The declaration of `count` trees of the same declaration, stacked on a leading axis that every device has whole."""
+    stack = lambda spec: ParamSpec((count, *spec.shape), (None, *spec.axes), spec.init)
+    return jax.tree.map(stack, specs, is_leaf=lambda node: isinstance(node, ParamSpec))
 
 
 def trunk_model(model: Model) -> Model:
@@ -60,8 +90,12 @@ def trunk_model(model: Model) -> Model:
 
 def critic(model: Model, params: Params) -> tuple[Model, dict[str, Params]]:
     """A critic that starts from a language model's weights, with a fresh head; for `trunk_model(model)`, given too."""
-    trunk = {name: leaf for name, leaf in params.items() if name != "lm_head"}
-    return trunk_model(model), {"trunk": trunk, "head": init_value_head(model.config)}
+    return trunk_model(model), {"trunk": trunk_params(params), "head": init_value_head(model.config)}
+
+
+def trunk_params(params: Params) -> Params:
+    """A language model's weights without an unembedding of their own."""
+    return {name: leaf for name, leaf in params.items() if name != "lm_head"}
 
 
 def row_scores(
@@ -75,53 +109,20 @@ def row_scores(
     hidden, _ = model.hidden(critic["trunk"], tokens, positions(segment_ids), segment_ids)
     real = segment_ids > 0
     last = jnp.max(jnp.where(real, jnp.arange(tokens.shape[1], dtype=jnp.int32)[None], 0), axis=1)
-    scores = apply(critic["head"], jnp.take_along_axis(hidden, last[:, None, None], axis=1)[:, 0])
+    states = jnp.take_along_axis(hidden, last[:, None, None], axis=1)[:, 0]
+    scores = apply(critic["head"], jnp.where(real.any(1)[:, None], states, 0.0))
     return jnp.where(real.any(1), scores, 0.0)
 
 
-def load_reward_model(
-    path_or_hub_id: str | os.PathLike,
-    *,
-    plan: Plan | None = None,
-    dtype: str = "float32",
-    compute_dtype: str | None = None,
-) -> tuple[Model, dict[str, Params], PreTrainedTokenizerFast]:
-    """The model, {"trunk", "head"} in `dtype` and the tokenizer of a sequence-classification directory with one label.
+def token_logits(
+    classifier: dict[str, Params], tokens: Int[Array, "N T"], segment_ids: Int[Array, "N T"], *, model: Model
+) -> Float[Array, "N T"] | Float[Array, "N T C"]:
+    """The head at every token, which it has read, unlike a critic's values; 0 on padding. C numbers for C > 1 labels.
 
-    Raises ValueError or FileNotFoundError as `load`, and for another architecture or number of labels.
+    Source: transformers' *ForTokenClassification.
     """
-    path = resolve(path_or_hub_id)
-    raw = read_json(path / "config.json") if path.is_dir() else {}
-    kinds = [name.replace("ForCausalLM", "ForSequenceClassification") for name in ARCHITECTURES.values()]
-    found = raw.get("architectures") or []
-    if len(found) != 1 or found[0] not in kinds:
-        raise ValueError(f"{path}: architectures {found} is no reward model; supported: {', '.join(kinds)}")
-    labels = raw.get("num_labels") or len(raw.get("id2label") or (0, 1))  # transformers' default is two labels
-    if labels != 1:
-        raise ValueError(f"{path}: a head with {labels} labels (id2label); a reward model has one")
-    config = config_from_hf(raw | {"architectures": None, "tie_word_embeddings": True})
-    tokenizer, source = load_tokenizer(path), _WithHead(path, config)
-    check_vocabulary(config.vocab_size, tokenizer, path)
-    model = build(dataclasses.replace(config, dtype=compute_dtype or dtype), plan=plan)
-    head = {"kernel": source.head().astype(jnp.dtype(dtype))}
-    device = SingleDeviceSharding(jax.devices()[0])
-    layouts = plan.tree(critic_specs(model)) if plan else jax.tree.map(lambda _: device, critic_specs(model))
-    trunk = read_params(source, model.specs, layouts["trunk"], dtype)
-    return model, {"trunk": trunk, "head": jax.device_put(head, layouts["head"])}, tokenizer
-
-
-class _WithHead(Safetensors):
-    """The tensors of a decoder, the head set aside."""
-
-    def __init__(self, directory, config: ModelConfig):
-        super().__init__(directory)
-        shape = super().shapes().get(SCORE)
-        if shape != (1, config.hidden_size):
-            raise ValueError(f"{directory}: {SCORE} has shape {shape}, expected {(1, config.hidden_size)}")
-
-    def shapes(self) -> dict[str, tuple[int, ...]]:
-        return {name: shape for name, shape in super().shapes().items() if name != SCORE}
-
-    def head(self) -> np.ndarray:
-        """[D, 1]."""
-        return np.ascontiguousarray(self.read(SCORE, (slice(None), slice(None))).T)
+    hidden, _ = model.hidden(classifier["trunk"], tokens, positions(segment_ids), segment_ids)
+    real = segment_ids > 0
+    # Selected before the head too: else a NaN of padding would reach the head's gradient.
+    logits = apply(classifier["head"], jnp.where(real[:, :, None], hidden, 0.0))
+    return jnp.where(real if logits.ndim == 2 else real[:, :, None], logits, 0.0)

@@ -4,11 +4,13 @@ Weights go slice by slice from the file into their dtype and their place on the 
 (config.json), `hf_table.py` (names of tensors), `hf_files.py` (safetensors), `gguf.py`.
 """
 
+import contextlib
 import dataclasses
 import json
 import logging
 import os
 import shutil
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -20,8 +22,8 @@ from transformers.utils import logging as transformers_logging
 from jaxrl_lm.models import gguf
 from jaxrl_lm.models.decoder import Model, build
 from jaxrl_lm.models.hf_config import config_from_hf, config_to_hf, read_json
-from jaxrl_lm.models.hf_files import Safetensors, write_shards
-from jaxrl_lm.models.hf_table import flatten, read_params, write_plan
+from jaxrl_lm.models.hf_files import Fetch, Safetensors, write_shards
+from jaxrl_lm.models.hf_table import Tensor, flatten, read_params, write_plan
 from jaxrl_lm.sharding import Plan
 from jaxrl_lm.types import Params
 
@@ -175,30 +177,60 @@ def save(
     It is written beside its place and renamed, so a failure leaves what was there before. Raises FileExistsError for
     a directory that is not empty unless `overwrite`; ValueError for parameters that do not fit the model.
     """
-    target = Path(directory).absolute()
-    if not overwrite and target.exists() and (not target.is_dir() or any(target.iterdir())):
-        raise FileExistsError(f"{target}: exists and is not empty; choose another directory or pass overwrite=True")
+    target = free_place(directory, overwrite=overwrite)
     check_vocabulary(model.config.vocab_size, tokenizer, target)
     dtype = dtype or str(flatten(params)["embed.table"].dtype)
-    special = {name: getattr(tokenizer, name) for name in _SPECIAL_IDS if getattr(tokenizer, name) is not None}
+    special = special_ids(tokenizer)
     generation = special if generation_config is None else generation_config
     special |= {name: generation[name] for name in _SPECIAL_IDS if generation.get(name) is not None}
     config = config_to_hf(model.config, dtype=dtype, special_ids=special)
     tensors = list(write_plan(params, model.specs, dtype))
+    with replacing(target) as partial:
+        _write_json(partial / "generation_config.json", generation)
+        write_model(partial, config, tokenizer, tensors, dtype, max_shard_bytes=max_shard_bytes)
 
+
+def special_ids(tokenizer: PreTrainedTokenizerFast) -> dict[str, int]:
+    """The tokenizer's bos_token_id, eos_token_id and pad_token_id, those that it has."""
+    return {name: getattr(tokenizer, name) for name in _SPECIAL_IDS if getattr(tokenizer, name) is not None}
+
+
+def free_place(directory: str | os.PathLike, *, overwrite: bool) -> Path:
+    """The absolute path. Raises FileExistsError where something is there, unless `overwrite`."""
+    target = Path(directory).absolute()
+    if not overwrite and target.exists() and (not target.is_dir() or any(target.iterdir())):
+        raise FileExistsError(f"{target}: exists and is not empty; choose another directory or pass overwrite=True")
+    return target
+
+
+@contextlib.contextmanager
+def replacing(target: Path) -> Iterator[Path]:
+    """An empty directory beside `target` to write into, which takes its place at the end; a failure changes nothing."""
     target.parent.mkdir(parents=True, exist_ok=True)
     partial = target.with_name(f".{target.name}.partial-{os.getpid()}")
     shutil.rmtree(partial, ignore_errors=True)  # of an earlier process with this id
     try:
         partial.mkdir()
-        _write_json(partial / "config.json", config)
-        _write_json(partial / "generation_config.json", generation)
-        tokenizer.save_pretrained(str(partial))
-        _name_fast_class(partial / "tokenizer_config.json")
-        write_shards(partial, tensors, dtype, max_shard_bytes)
+        yield partial
         _put_in_place(partial, target)
     finally:
         shutil.rmtree(partial, ignore_errors=True)
+
+
+def write_model(
+    directory: Path,
+    config: dict[str, Any],
+    tokenizer: PreTrainedTokenizerFast,
+    tensors: list[tuple[Tensor, Fetch]],
+    dtype: str,
+    *,
+    max_shard_bytes: int | float = 5e9,
+) -> None:
+    """Writes config.json, the tokenizer's files and the tensors into an existing directory."""
+    _write_json(directory / "config.json", config)
+    tokenizer.save_pretrained(str(directory))
+    _name_fast_class(directory / "tokenizer_config.json")
+    write_shards(directory, tensors, dtype, max_shard_bytes)
 
 
 def _put_in_place(partial: Path, target: Path) -> None:

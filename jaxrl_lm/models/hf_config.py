@@ -20,6 +20,12 @@ ARCHITECTURES = {
     "qwen3": "Qwen3ForCausalLM",
     "mistral": "MistralForCausalLM",
 }
+SEQUENCE, TOKEN = (
+    {family: name.replace("CausalLM", f"{kind}Classification") for family, name in ARCHITECTURES.items()}
+    for kind in ("Sequence", "Token")
+)
+"""The architectures of reward models and of process reward models by family; `config_from_hf` reads neither."""
+
 ROPE_TYPES = {"default": (), "linear": ("factor",), "llama3": ("factor", "low_freq_factor", "high_freq_factor")}
 """Supported types of rope, and the numbers that each needs."""
 

@@ -1,0 +1,128 @@
+"""What is compiled for training on given rows: the second and last file that calls jax.jit, beside `steps.py`.
+
+`compile_fit` binds an objective, the function that makes its batch, and the scorer of the policy and its reference to a
+model and a mesh. Each compiles once a shape of rows.
+"""
+
+import dataclasses
+import functools
+from collections.abc import Callable
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import optax
+from jaxtyping import Array, Float, Int32
+
+from jaxrl_lm.metrics import Mean, Metrics
+from jaxrl_lm.models import LoraConfig, Model, attach
+from jaxrl_lm.score import score
+from jaxrl_lm.sharding import Plan
+from jaxrl_lm.steps import follow, state_shardings
+from jaxrl_lm.types import Frozen, Params, TrainState
+from jaxrl_lm.update import Objective, adapted, cut, update
+
+
+@dataclasses.dataclass(frozen=True)
+class FitSteps:
+    """Compiled functions. Arrays come and go with their rows split over the mesh's batch axes."""
+
+    plan: Plan
+    abstract_state: TrainState  # shapes, dtypes and shardings: the target of a restore
+    init: Callable[..., TrainState]  # (params by name, key); the params are donated
+    batch: Callable[..., Any]  # what the objective reads, with its weights
+    score: Callable[..., jax.Array]  # (policy, base, tokens [N S T], segment_ids, start) -> log-probs [N S T]
+    score_base: Callable[..., jax.Array]  # the same of whole weights, such as a reference: (params, tokens, …)
+    update: Callable[..., Any]  # (state, frozen, batch)
+    follow: Callable[..., Params]  # (reference, policy, ema): the moved reference, whose old one is donated
+    measure: Callable[..., Metrics]  # (params by name, frozen, batch): the objective's metrics, nothing is changed
+
+    def place(self, tree: Any) -> Any:
+        """Host arrays on the mesh, rows split; scalars on every device."""
+        put = lambda x: jax.device_put(x, self.plan.rows if jnp.ndim(x) else self.plan.replicated)
+        return jax.tree.map(put, tree)
+
+
+def score_sides(
+    params: Params, base: Params | None, tokens: Int32[Array, "N S T"], segment_ids: Int32[Array, "N S T"], start: int,
+    *, model: Model, lora: LoraConfig | None, chunk: int, microbatches: int,
+) -> Float[Array, "N S T"]:  # fmt: skip
+    """log pi of every token of all sides of a row, no more rows at a time than in an update."""
+    whole = params if lora is None else attach(base, params, lora)
+
+    def one(part):
+        flat = [x.reshape(-1, x.shape[-1]) for x in part]
+        return score(whole, *flat, model=model, chunk=chunk, start=start).logprobs.reshape(part[0].shape)
+
+    out = jax.lax.map(one, cut((tokens, segment_ids), microbatches))
+    return out.swapaxes(0, 1).reshape(tokens.shape)
+
+
+def measure(params: dict[str, Params], frozen: Frozen, batch: Any, *, objective: Objective, model: Model) -> Metrics:
+    """The objective's metrics and its loss as a mean over what has a weight, so that batches of a set merge."""
+    loss, metrics = objective(params, frozen, batch, model=model)
+    count = jnp.sum(batch.weights > 0, dtype=jnp.float32)
+    return {**metrics, "loss": Mean(loss * count, count)}
+
+
+def compile_fit(
+    model: Model,
+    plan: Plan,
+    *,
+    specs: dict[str, Any],
+    objective: Objective,
+    make_batch: Callable[..., Any],
+    tx: optax.GradientTransformation,
+    param_dtype: str,
+    microbatches: int,
+    score_chunk: int,
+    lora: LoraConfig | None = None,
+    reference: bool = False,
+) -> FitSteps:
+    """Binds everything static and names every layout.
+
+    `specs`: the declarations of what is trained, by name; `reference`: the state holds a reference that moves.
+    """
+    abstract, layouts = state_shardings(specs, plan, tx, param_dtype, reference=reference)
+    every, split = plan.replicated, plan.rows
+    whole, base = plan.tree(model.specs), None if lora is None else plan.tree(model.specs)
+    bind = functools.partial
+    if lora is not None:
+        objective = adapted(objective, lora)
+    scored = {"model": model, "chunk": score_chunk, "microbatches": microbatches}
+
+    def start(params: dict[str, Params], key: jax.Array) -> TrainState:
+        extra = {"lr_scale": jnp.ones((), jnp.float32)}
+        if reference:
+            extra["reference"] = jax.tree.map(jnp.copy, params["policy"])
+        return TrainState(jnp.zeros((), jnp.int32), params, tx.init(params), key, extra)
+
+    def score_base(params, tokens, segment_ids, start):
+        return score_sides(params, None, tokens, segment_ids, start, lora=None, **scored)
+
+    with_layout = lambda x, layout: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=layout)
+    return FitSteps(
+        plan=plan,
+        abstract_state=jax.tree.map(with_layout, abstract, layouts),
+        init=jax.jit(start, in_shardings=(layouts.params, every), out_shardings=layouts, donate_argnums=0),
+        batch=jax.jit(make_batch, out_shardings=split),
+        score=jax.jit(
+            bind(score_sides, lora=lora, **scored),
+            static_argnums=4,
+            in_shardings=(layouts.params.get("policy"), base, split, split),
+            out_shardings=split,
+        ),
+        score_base=jax.jit(score_base, static_argnums=3, in_shardings=(whole, split, split), out_shardings=split),
+        update=jax.jit(
+            bind(update, objective=objective, tx=tx, model=model, microbatches=microbatches),
+            in_shardings=(layouts, None, split),
+            out_shardings=(layouts, every),
+            donate_argnums=0,
+        ),
+        follow=jax.jit(follow, out_shardings=layouts.params.get("policy"), donate_argnums=0),
+        measure=jax.jit(
+            bind(measure, objective=objective, model=model),
+            in_shardings=(layouts.params, None, split),
+            out_shardings=every,
+        ),
+    )

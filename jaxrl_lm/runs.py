@@ -1,0 +1,73 @@
+"""What every kind of run does at its edges: stops at a signal, goes on only from its own checkpoint, keeps a bad batch."""
+
+import contextlib
+import json
+import signal
+import tempfile
+import tomllib
+from collections.abc import Iterator, Mapping
+from pathlib import Path
+from typing import Any
+
+import jax
+import numpy as np
+
+from jaxrl_lm.options import check_resume, from_dict
+
+
+class NonFiniteError(FloatingPointError):
+    """A loss or gradient was NaN or infinite; the message names the step and the file with the batch."""
+
+
+@contextlib.contextmanager
+def on_signal(number: signal.Signals) -> Iterator[list[str]]:
+    """A list that holds the signal's name once it has come; the run ends after the step under way.
+
+    A handler from outside gets it at the end, so that a recipe of several runs ends too.
+    """
+    came: list[str] = []
+    try:
+        before = signal.signal(number, lambda *_: came.append(number.name))
+    except ValueError:  # not the main thread: signals are somebody else's
+        yield came
+        return
+    try:
+        yield came
+    finally:
+        signal.signal(number, before)
+        if came and callable(before):
+            before(number, None)
+
+
+def check_same_run(saved: Mapping[str, Any], config: Any, *, directory: Path, fingerprint: str) -> list[str]:
+    """What to say of options that changed since a checkpoint. Raises ValueError where it is one of another run."""
+    earlier = from_dict(type(config), tomllib.loads(saved["config"]), where="checkpoint")
+    notes = [f"resumed with {name}: {old!r} -> {new!r}" for name, (old, new) in check_resume(earlier, config).items()]
+    if saved["data"] != fingerprint:
+        raise ValueError(
+            f"{directory}: the training rows are not those that this run was started with (dataset, template or "
+            "tokenizer changed): restore them, or give another output_dir to start a new run"
+        )
+    return notes
+
+
+def write_command(directory: Path, command: str) -> None:
+    """Marks a run directory with the command that made it, which is what its checkpoints are read by."""
+    (directory / "run.json").write_text(json.dumps({"command": command}) + "\n")
+
+
+def command_of(directory: str | Path) -> str | None:
+    """The command of a run directory; None for those of the policy-gradient family."""
+    path = Path(directory) / "run.json"
+    return json.loads(path.read_text())["command"] if path.is_file() else None
+
+
+def keep_batch(directory: Path, step: int, batch: Any) -> Path:
+    """Writes the arrays of a batch whose loss was not finite."""
+    path = directory / f"nonfinite_step_{step:06d}.npz"
+    leaves = jax.tree_util.tree_leaves_with_path(batch)
+    arrays = {jax.tree_util.keystr(where, simple=True, separator="."): np.asarray(leaf) for where, leaf in leaves}
+    with tempfile.NamedTemporaryFile(dir=directory, suffix=".npz", delete=False) as file:
+        np.savez(file, **arrays)
+    Path(file.name).replace(path)
+    return path
