@@ -53,6 +53,56 @@ class AdvantageOptions:
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
+class ProcessOptions:
+    """Rewards of the steps or turns of a completion, beside that of its outcome. See docs/process_rewards.md."""
+
+    step_reward: str | None = None
+    """Function that scores steps: package.module:function, file.py:function, or a process reward model, prm:DIRECTORY."""
+    step_credit: Literal["sum-to-go", "mean", "min", "product", "last"] = "sum-to-go"
+    """What a token gets: the rewards of the steps that end from it on, or one number of the whole completion."""
+    step_weight: float = 1.0
+    """Of the credit of steps."""
+    outcome_weight: float = 1.0
+    """Of the reward of the outcome, beside it."""
+    step_normalise: bool = False
+    """Divides each step's reward by the number of its row's steps, so that more steps do not pay by themselves."""
+    step_shaping: bool = False
+    """Pays each step by how much its reward is above that of the step before (a potential); of advantage gae and batch."""
+    implicit_prm: float | None = None
+    """β of an implicit process reward model that learns from outcomes beside the policy (PRIME). None: there is none."""
+    implicit_prm_coef: float = 1.0
+    """Of its loss."""
+    implicit_prm_model: str | None = None
+    """Model that it starts from; None: the policy's."""
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class MixOptions:
+    """Other losses in the same update: streams of given rows, and a teacher. See docs/mixed_objectives.md."""
+
+    mix: dict[str, float] = dataclasses.field(default_factory=dict)
+    """Weights of further streams, by name: sft (demonstrations), dpo (pairs)."""
+    mix_dataset: dict[str, str] = dataclasses.field(default_factory=dict)
+    """Their rows, by name; sft may also take rows of the dataset whose column loss says sft."""
+    mix_rows: int = 16
+    """Rows of each stream in an update, over all devices."""
+    mix_beta: float = 0.1
+    """β of the stream dpo."""
+    mix_unsolved: str | None = None
+    """Column with a solution: the stream sft then holds the prompts that were sampled and never solved so far."""
+    teacher: str | None = None
+    """Model whose distribution the policy learns at its own samples (on-policy distillation); of the same vocabulary."""
+    teacher_coef: float = 1.0
+    """Of the divergence from it."""
+    teacher_divergence: Literal["reverse", "forward", "jsd"] = "reverse"
+    """KL(policy ‖ teacher), KL(teacher ‖ policy), or between the two by teacher_beta."""
+    teacher_beta: float = 0.5
+    """Of jsd."""
+    teacher_only: bool = False
+    """Learn from the teacher alone; rewards are measured and logged."""
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
 class RatioOptions:
     """The surrogate, its ratio and its clip."""
 

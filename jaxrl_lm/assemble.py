@@ -23,11 +23,12 @@ from jaxrl_lm.models import (
     init_lora,
     init_value_head,
     load,
+    load_critic,
     lora_specs,
     trunk_model,
     value_specs,
 )
-from jaxrl_lm.objectives import CriticObjective, PolicyObjective
+from jaxrl_lm.objectives import CriticObjective, ImplicitObjective, PolicyObjective
 from jaxrl_lm.sharding import Plan
 from jaxrl_lm.types import Params
 from jaxrl_lm.update import Objective
@@ -74,26 +75,42 @@ def trained_params(
 ) -> tuple[dict[str, Params], Any]:
     """The trees that are trained, by name, and under LoRA the weights below the adapter.
 
-    Raises ValueError for a critic_model of another shape.
+    Raises ValueError for a critic_model or an implicit_prm_model of another shape.
     """
     trained, base = with_adapter(config, model, params, plan, lora)
+    if config.implicit_prm is not None:
+        trained["prm"] = _of_same_shape(config, "implicit_prm_model", model, params, plan)
     if config.critic == "none":
         return trained, base
     head = init_value_head(model.config, config.param_dtype)
     critic = {"head": jax.device_put(head, plan.tree(value_specs(model.config)))}
     if config.critic == "separate":
-        if config.critic_model is None:
-            trunk = copy_params(params)
-        else:
-            other, trunk, *_ = load_model(
-                config.critic_model, plan, dtype=config.dtype, param_dtype=config.param_dtype, remat=config.remat
-            )
-            if other.config != model.config:
-                raise ValueError(
-                    f"critic_model={config.critic_model!r} has another shape than the policy; give one of it"
-                )
-        critic["trunk"] = {name: leaf for name, leaf in trunk.items() if name in trunk_model(model).specs}
+        critic = _critic(config, model, params, plan) | ({} if config.critic_model else critic)
     return trained | {"critic": critic}, base
+
+
+def _critic(config: GRPOConfig, model: Model, params: Params, plan: Plan) -> dict[str, Params]:
+    """A separate critic: a copy of the policy's trunk, or the model that is named, a reward model with its own head."""
+    if config.critic_model is None:
+        trunk = copy_params(params)
+        return {"trunk": {name: leaf for name, leaf in trunk.items() if name in trunk_model(model).specs}}
+    other, found = load_critic(
+        config.critic_model, plan=plan, dtype=config.param_dtype, compute_dtype=compute_dtype(config.dtype)
+    )
+    if with_remat(other, config.remat).config != trunk_model(model).config:
+        raise ValueError(f"critic_model={config.critic_model!r} has another shape than the policy; give one of it")
+    return found
+
+
+def _of_same_shape(config: GRPOConfig, option: str, model: Model, params: Params, plan: Plan) -> Params:
+    """The weights of the model that an option names, or a copy of the policy's start."""
+    name = getattr(config, option)
+    if name is None:
+        return copy_params(params)
+    other, weights, *_ = load_model(name, plan, dtype=config.dtype, param_dtype=config.param_dtype, remat=config.remat)
+    if other.config != model.config:
+        raise ValueError(f"{option}={name!r} has another shape than the policy; give one of it")
+    return weights
 
 
 def make_objective(config: GRPOConfig, algorithm: algos.Preset) -> Objective:
@@ -115,10 +132,19 @@ def make_objective(config: GRPOConfig, algorithm: algos.Preset) -> Objective:
         kl_importance=config.kl_importance,
         score_chunk=config.score_chunk,
     )
-    if config.critic == "none":
-        return policy
-    return CriticObjective(
-        policy=policy, vf_coef=config.vf_coef, clip=config.cliprange_value, shared=config.critic == "shared"
+    objective = policy
+    if config.critic != "none":
+        objective = CriticObjective(
+            policy=policy, vf_coef=config.vf_coef, clip=config.cliprange_value, shared=config.critic == "shared"
+        )
+    if config.implicit_prm is None:
+        return objective
+    return ImplicitObjective(
+        policy=objective,
+        completion_columns=config.max_completion_length,
+        beta=config.implicit_prm,
+        coef=config.implicit_prm_coef,
+        score_chunk=config.score_chunk,
     )
 
 
@@ -141,6 +167,11 @@ def make_credit(config: GRPOConfig, algorithm: algos.Preset, own: Callable[..., 
         discount_per=config.discount_per,
         actions=config.actions,
         ngram=config.ngram,
+        step_credit=config.step_credit,
+        step_weight=config.step_weight,
+        outcome_weight=config.outcome_weight,
+        step_normalise=config.step_normalise,
+        step_shaping=config.step_shaping,
         own=own,
     )
 

@@ -9,11 +9,11 @@ from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
-from jaxtyping import Array, Float, Int32, Key
+from jaxtyping import Array, Bool, Float, Int32, Key
 
 from jaxrl_lm import algos
 from jaxrl_lm.credit import Actions, Credit, action_ids
-from jaxrl_lm.types import CriticBatch, PolicyBatch, Rollout, Scores
+from jaxrl_lm.types import CriticBatch, ImplicitBatch, PolicyBatch, Rollout, Scores
 
 
 class Coefficients(NamedTuple):
@@ -22,6 +22,14 @@ class Coefficients(NamedTuple):
     kl: Float[Array, ""]
     entropy: Float[Array, ""]
     policy: Float[Array, ""]  # 0 while only the critic learns
+
+
+class Implicit(NamedTuple):
+    """What an implicit process reward model is trained by."""
+
+    ref_logprobs: Float[Array, "N T"]  # of the model that it started from
+    outcomes: Float[Array, "N"]  # rewards, right from ½ up
+    valid: Bool[Array, "N"]  # False: the row has no outcome
 
 
 class Rated(NamedTuple):
@@ -33,6 +41,7 @@ class Rated(NamedTuple):
     old: Scores | None  # of the policy that the updates start from; None: it was not scored
     values: Float[Array, "N T"] | None
     ref_logprobs: Float[Array, "N T"] | None  # None: no KL in the loss
+    implicit: Implicit | None = None
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -113,6 +122,13 @@ class BatchRule:
         states = algos.action_starts(mask, policy.action_ids)  # a value belongs to the state before an action
         targets = jnp.where(mask, rated.credit.targets[rows], 0.0)
         return CriticBatch(policy, rated.values[rows], targets, algos.token_weights(states))
+
+    def implicit(self, rated: Rated, policy: PolicyBatch | CriticBatch, rows: Int32[Array, "B"]) -> ImplicitBatch:
+        """The batch with the outcomes of its rows, also of those that the policy does not learn from."""
+        ref, outcomes, valid = (x[rows] for x in rated.implicit)
+        valid = valid & jnp.any(rated.rollout.action_mask[rows], axis=1)
+        weights = valid / jnp.maximum(jnp.sum(valid), 1)
+        return ImplicitBatch(policy, ref, jnp.where(valid, outcomes >= 0.5, 0.0).astype(jnp.float32), weights)
 
     def _policy_weights(self, base, mask, rollout: Rollout, old: Scores | None, advantages, key):
         """Weights of the policy's term, and where a KL to the old policy is asked for."""

@@ -8,7 +8,7 @@ import math
 from collections.abc import Sequence
 from typing import Any
 
-from jaxrl_lm import algos
+from jaxrl_lm import algos, process_checks
 from jaxrl_lm.config import GRPOConfig
 from jaxrl_lm.encode import EncodedPrompts
 from jaxrl_lm.rewards import RewardFunction, route
@@ -69,7 +69,9 @@ LEAST = {
     "critic_warmup_steps": 0,
     "lora_rank": 1,
     "seeds": 1,
-}
+    "teacher_coef": 0,
+    "mix_beta": 0,
+} | process_checks.LEAST
 
 
 def resolve_algorithm(config: GRPOConfig) -> algos.Preset:
@@ -102,7 +104,8 @@ def old_logprobs_of(config: GRPOConfig) -> str:
 
 def needs_reference(config: GRPOConfig) -> bool:
     """Whether a reference policy is kept: for a KL in loss or reward, or to measure the distance from the start."""
-    return bool(resolve_algorithm(config).beta or config.target_kl is not None or config.kl_budget is not None)
+    measured = config.target_kl is not None or config.kl_budget is not None or "dpo" in config.mix
+    return bool(resolve_algorithm(config).beta or measured)
 
 
 def moves_reference(config: GRPOConfig) -> bool:
@@ -131,6 +134,7 @@ RANGES = {
     "reference_ema": (0.0, 1.0),
     "top_entropy_share": (0.0, 1.0),
     "cov_share": (0.0, 1.0),
+    "implicit_prm": (0.0, math.inf),
 }
 
 
@@ -251,6 +255,7 @@ def _check_algorithm(config: GRPOConfig) -> None:
     _check_right_and_wrong(config, chosen)
     _check_idle(config, chosen)
     _check_kl(config, chosen)
+    process_checks.check(config, chosen)
 
 
 def _check_replay(config: GRPOConfig, chosen: algos.Preset) -> None:
@@ -363,6 +368,7 @@ def check_own(config: GRPOConfig, *, advantages: Any, objective: Any) -> None:
         for option in options:
             if function is not None and getattr(config, option) is not None:
                 raise ValueError(f"{option} has no effect beside an {name} function of your own: leave it out")
+    process_checks.check_own(config, advantages=advantages, objective=objective)
 
 
 def check_rewards(config: GRPOConfig, rewards: Sequence[RewardFunction]) -> None:

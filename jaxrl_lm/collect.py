@@ -18,6 +18,7 @@ from jaxrl_lm.host import Host
 from jaxrl_lm.prepare import Setup
 from jaxrl_lm.rewards import combine, reward_metrics
 from jaxrl_lm.rollout import GREEDY, TRAIN, Group, Sampled, choose_rows, join, never_solved_share, unequal_groups
+from jaxrl_lm.step_rewards import StepRewards, score_steps, step_metrics
 
 
 class Judged(NamedTuple):
@@ -39,6 +40,7 @@ class Collected(NamedTuple):
     metrics: dict[str, float]
     generated: int  # tokens, those of dropped completions too
     prompt_tokens: int
+    steps: StepRewards | None  # of the judged rows
 
 
 def collect(
@@ -76,6 +78,17 @@ def collect(
             setup, host, decode_params, key, judged.indices, policy_step=policy_step, clock=clock
         )
         judged = judged._replace(valid=judged.valid & answered)
+    steps = None
+    if setup.step_reward is not None:  # of these rows alone: which ones they are, outcomes have decided
+        with clock("reward"):
+            steps = score_steps(
+                setup.step_reward,
+                judged.sampled,
+                group_size=config.num_generations,
+                tokenizer=setup.tokenizer,
+                chances=config.step_credit == "product",
+            )
+            metrics |= step_metrics(steps, judged.plain, judged.valid)
     asked = [index for one in fresh for index in one.indices]
     return Collected(
         judged=judged,
@@ -83,6 +96,7 @@ def collect(
         metrics=metrics,
         generated=more + sum(len(ids) for one in fresh for ids in one.sampled.completion_ids),
         prompt_tokens=config.num_generations * sum(len(setup.prompts.ids[index]) for index in asked),
+        steps=steps,
     )
 
 

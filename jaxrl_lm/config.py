@@ -11,6 +11,8 @@ from jaxrl_lm.algorithm_config import (
     CriticOptions,
     DistanceOptions,
     LoraOptions,
+    MixOptions,
+    ProcessOptions,
     PromptPolicyOptions,
     RatioOptions,
 )
@@ -119,8 +121,10 @@ class OptimizerOptions:
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class GRPOConfig(
     LoraOptions,
+    MixOptions,
     CriticOptions,
     PromptPolicyOptions,
+    ProcessOptions,
     DistanceOptions,
     RatioOptions,
     AdvantageOptions,

@@ -13,6 +13,7 @@ from typing import Any, NamedTuple
 import jax.numpy as jnp
 
 from jaxrl_lm import algos
+from jaxrl_lm.algos.preference_variants import READERS
 from jaxrl_lm.assemble import load_model, lora_of, with_adapter
 from jaxrl_lm.fit import Fit, FitRun, Source, fit
 from jaxrl_lm.fit_batches import preference_batch, unpaired_batch
@@ -22,6 +23,7 @@ from jaxrl_lm.fit_prepare import Basis, Timing, make_tables, open_model, start_n
 from jaxrl_lm.fit_steps import FitSteps, compile_fit
 from jaxrl_lm.given import Given, fingerprint
 from jaxrl_lm.online_pairs import OnlinePairs, open_online
+from jaxrl_lm.options import nearest
 from jaxrl_lm.preferences import PairBatches, Reference, UnpairedBatches
 from jaxrl_lm.sequences import encode_pairs, encode_unpaired
 from jaxrl_lm.steps import trained_specs
@@ -30,6 +32,22 @@ from jaxrl_lm.types import Frozen, Params, PreferenceBatch
 WITHOUT_REFERENCE = ("simpo", "cpo", "orpo", "sft")
 SFT_TERM = ("sft", "cpo", "orpo")  # whose mean is over all chosen tokens
 RANKED = ("aot", "aot_unpaired")  # a pair's loss depends on the others of its batch
+LOSSES = (*algos.preference_variants.LOSSES, "inpo", "kto")
+# Which losses read an option; given to others it is refused.
+READ_BY = {
+    "label_smoothing": READERS["label_smoothing"],
+    "f_divergence_type": READERS["f_divergence"],
+    "f_alpha_divergence_coef": READERS["f_divergence"],
+    "length_alpha": READERS["length_alpha"],
+    "ld_alpha": READERS["ld_alpha"],
+    "simpo_gamma": ("simpo",),
+    "discopop_tau": ("discopop",),
+    "loss_weights": tuple(name for name in LOSSES if name != "kto"),
+    "rpo_alpha": tuple(name for name in LOSSES if name not in ("inpo", "kto")),
+    "desirable_weight": ("kto",),
+    "undesirable_weight": ("kto",),
+    "inpo_eta": ("inpo",),
+}
 
 
 def train_dpo(
@@ -72,7 +90,7 @@ def make_objective(config: DPOConfig, start: int) -> PreferenceObjective | Unpai
         ld_alpha=config.ld_alpha,
         gamma=config.simpo_gamma,
         discopop_tau=config.discopop_tau,
-        eta=(config.inpo_eta or config.beta) if inpo else None,
+        eta=(config.beta if config.inpo_eta is None else config.inpo_eta) if inpo else None,
         tau=config.beta if inpo else None,
         **shared,
     )
@@ -94,26 +112,8 @@ def _try(config: DPOConfig, objective: PreferenceObjective) -> None:
 
 def check(config: DPOConfig, microbatches: int) -> None:
     """Raises ValueError, naming the options, for those that contradict each other."""
-    if not config.loss_type:
-        raise ValueError(
-            f"loss_type is empty: give one or several of {', '.join(algos.preference_variants.LOSSES)}, kto"
-        )
-    if "kto" in config.loss_type and (len(config.loss_type) > 1 or config.refresh_steps is not None):
-        raise ValueError("loss_type=kto stands alone, and on given rows with a label")
-    ranked = [name for name in config.loss_type if name in RANKED]
-    if ranked and microbatches > 1:
-        raise ValueError(
-            f"loss_type={ranked[0]} compares pairs of the whole batch: leave microbatch_rows out (or = rows_per_step)"
-        )
-    if not needs_reference(config):
-        for name in ("reference_model", "reference_reset_steps", "precompute_ref_log_probs"):
-            if getattr(config, name):
-                raise ValueError(f"{name}: loss_type={', '.join(config.loss_type)} reads no reference; leave it out")
-    if config.reference_reset_steps and (config.precompute_ref_log_probs or config.lora_rank):
-        raise ValueError(
-            "reference_reset_steps: a reference that moves can neither be computed beforehand nor be the weights below "
-            "an adapter; leave precompute_ref_log_probs and lora_rank out"
-        )
+    _check_losses(config, microbatches)
+    _check_reference(config)
     online = config.refresh_steps is not None
     if online and config.precompute_ref_log_probs:
         raise ValueError(
@@ -125,8 +125,61 @@ def check(config: DPOConfig, microbatches: int) -> None:
         raise ValueError("reward and judge rank samples of the policy: give refresh_steps too (1: online)")
     if "inpo" in config.loss_type and not online:
         raise ValueError("loss_type=inpo learns from the policy's own samples: give refresh_steps")
-    if config.loss_type != ("inpo",) and config.inpo_eta is not None:
-        raise ValueError("inpo_eta belongs to loss_type=inpo")
+    if "inpo" in config.loss_type and config.temperature != 1.0:
+        raise ValueError(
+            f"temperature={config.temperature}: loss_type=inpo compares with the policy that sampled, whose log-probs are "
+            "then of another temperature than those that are trained; leave it at 1"
+        )
+
+
+def _check_losses(config: DPOConfig, microbatches: int) -> None:
+    losses, shown = config.loss_type, f"loss_type={', '.join(config.loss_type)}"
+    if not losses:
+        raise ValueError(f"loss_type is empty: give one or several of {', '.join(LOSSES)}")
+    for name in losses:
+        if name not in LOSSES:
+            near = nearest(name, LOSSES)
+            raise ValueError(f"loss_type={name} is unknown; did you mean {near}? There are {', '.join(LOSSES)}")
+    if "kto" in losses and (len(losses) > 1 or config.refresh_steps is not None):
+        raise ValueError("loss_type=kto stands alone, and on given rows with a label")
+    if "kto" in losses and config.rows_per_step < 2:
+        raise ValueError(
+            "rows_per_step=1: loss_type=kto compares each row with the next one of its step; give 2 or more"
+        )
+    for name, readers in READ_BY.items():
+        given = getattr(config, name) != DPOConfig.__dataclass_fields__[name].default
+        if given and not set(losses) & set(readers):
+            does = "does" if len(readers) == 1 else "do"
+            raise ValueError(f"{name}: {shown} does not read it; {', '.join(readers)} {does}")
+    alpha = DPOConfig.__dataclass_fields__["f_alpha_divergence_coef"].default
+    if config.f_alpha_divergence_coef != alpha and config.f_divergence_type != "alpha_divergence":
+        raise ValueError("f_alpha_divergence_coef belongs to f_divergence_type=alpha_divergence")
+    if config.beta <= 0 and "inpo" not in losses:
+        raise ValueError(f"beta={config.beta}: must be above 0")
+    ranked = [name for name in losses if name in RANKED]
+    if ranked and microbatches > 1:
+        raise ValueError(
+            f"loss_type={ranked[0]} compares pairs of the whole batch: leave microbatch_rows out (or = rows_per_step)"
+        )
+
+
+def _check_reference(config: DPOConfig) -> None:
+    resets = config.reference_reset_steps
+    if not needs_reference(config):
+        for name in ("reference_model", "reference_reset_steps", "precompute_ref_log_probs"):
+            if getattr(config, name):
+                raise ValueError(f"{name}: loss_type={', '.join(config.loss_type)} reads no reference; leave it out")
+    if resets is None:
+        return
+    if resets < 1:
+        raise ValueError(f"reference_reset_steps={resets}: must be at least 1")
+    if config.precompute_ref_log_probs or config.lora_rank:
+        raise ValueError(
+            "reference_reset_steps: a reference that moves can neither be computed beforehand nor be the weights below "
+            "an adapter; leave precompute_ref_log_probs and lora_rank out"
+        )
+    if config.reference_model is not None:
+        raise ValueError("reference_model: with reference_reset_steps the reference is the policy from the start")
 
 
 def _frozen(config: DPOConfig, basis: Basis, base: Params | None) -> tuple[Frozen, bool]:

@@ -14,6 +14,7 @@ import jax.numpy as jnp
 import optax
 from jaxtyping import Array, Float, Int32
 
+from jaxrl_lm.fit_batches import preference_batch, sft_batch
 from jaxrl_lm.metrics import Mean, Metrics
 from jaxrl_lm.models import LoraConfig, Model, attach
 from jaxrl_lm.score import score
@@ -41,6 +42,38 @@ class FitSteps:
         """Host arrays on the mesh, rows split; scalars on every device."""
         put = lambda x: jax.device_put(x, self.plan.rows if jnp.ndim(x) else self.plan.replicated)
         return jax.tree.map(put, tree)
+
+
+@dataclasses.dataclass(frozen=True)
+class StreamSteps:
+    """What batches of given rows are made with inside of reinforcement learning (`mix.py`)."""
+
+    plan: Plan
+    sft: Callable[..., Any]  # (tokens, segment_ids, mask)
+    pairs: Callable[..., Any]  # (tokens, segment_ids, mask, valid, ref_logprobs)
+    score_base: Callable[..., jax.Array]  # (params, tokens [N S T], segment_ids, start)
+
+    def place(self, tree: Any) -> Any:
+        """Host arrays on the mesh, rows split."""
+        return jax.tree.map(lambda x: jax.device_put(x, self.plan.rows), tree)
+
+
+def compile_streams(model: Model, plan: Plan, *, score_chunk: int, microbatches: int) -> StreamSteps:
+    """Binds model and mesh; nothing is compiled before its first call."""
+    scored = {"model": model, "lora": None, "chunk": score_chunk, "microbatches": microbatches}
+
+    def score_base(params, tokens, segment_ids, start):
+        return score_sides(params, None, tokens, segment_ids, start, **scored)
+
+    split = plan.rows
+    return StreamSteps(
+        plan=plan,
+        sft=jax.jit(sft_batch, out_shardings=split),
+        pairs=jax.jit(preference_batch, out_shardings=split),
+        score_base=jax.jit(
+            score_base, static_argnums=3, in_shardings=(plan.tree(model.specs), split, split), out_shardings=split
+        ),
+    )
 
 
 def score_sides(

@@ -117,8 +117,10 @@ def policy_config(run: str | Path) -> Any:
 
 
 def _specs(config: Any, model: Model) -> dict[str, Any]:
-    critic = config.critic if isinstance(config, GRPOConfig) else "none"
-    return trained_specs(model, lora=lora_of(config), critic=critic)
+    if not isinstance(config, GRPOConfig):
+        return trained_specs(model, lora=lora_of(config))
+    prm = config.implicit_prm is not None
+    return trained_specs(model, lora=lora_of(config), critic=config.critic, prm=prm)
 
 
 def _holds_reference(config: Any) -> bool:

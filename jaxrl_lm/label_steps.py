@@ -20,6 +20,7 @@ from jaxrl_lm.algos import monte_carlo_labels
 from jaxrl_lm.completions import Completer, Prompts, encode_rows, judge_texts, open_tool, output_file, verdicts
 from jaxrl_lm.data import Row, default_buckets
 from jaxrl_lm.encode import EncodedPrompts
+from jaxrl_lm.process_model import split_steps as steps_with_ends
 from jaxrl_lm.rewards import RewardFunction
 from jaxrl_lm.rollout import Sampled
 from jaxrl_lm.tools_config import LabelStepsConfig
@@ -49,24 +50,14 @@ class Solution(NamedTuple):
 
 
 def split_steps(completion: str, separator: str) -> list[str]:
-    """The steps of a completion; joined by the separator they are the completion, up to one separator at its end.
+    """The steps of a completion, as a process model reads them (`process_model.split_steps`), without separators.
 
-    Separators that follow each other make no empty steps: all but the last belong to the step before them, at the
-    beginning to the step after. Raises ValueError for an empty separator.
+    Joined by the separator they are the completion, but for a separator and blanks at its end. Raises ValueError for an
+    empty separator.
     """
     if not separator:
         raise ValueError("step_separator='': give the text that steps end with")
-    pieces = completion.removesuffix(separator).split(separator)
-    steps, waiting = [], ""
-    for piece in pieces:
-        if piece:
-            steps.append(waiting + piece)
-            waiting = ""
-        elif steps:
-            steps[-1] += separator
-        else:
-            waiting += separator
-    return steps
+    return [step for step, _ in steps_with_ends(completion, separator)]
 
 
 def sampled_prefixes(steps: Sequence[str], separator: str, ids: Sequence[int], decode: Any) -> list[Prefix]:

@@ -10,13 +10,14 @@ import numpy as np
 
 from jaxrl_lm import algos
 from jaxrl_lm import metrics as metric
-from jaxrl_lm.batch import Coefficients, Rated
+from jaxrl_lm.batch import Coefficients, Implicit, Rated
 from jaxrl_lm.checks import moves_reference, old_logprobs_of
 from jaxrl_lm.clock import Clock
 from jaxrl_lm.collect import Collected
 from jaxrl_lm.credit import Credit, action_ids
 from jaxrl_lm.group_metrics import group_metrics
 from jaxrl_lm.host import Host
+from jaxrl_lm.mix import MixedBatch
 from jaxrl_lm.prepare import Setup
 from jaxrl_lm.runs import NonFiniteError, keep_batch
 from jaxrl_lm.types import Frozen, Scores, TrainState
@@ -43,6 +44,7 @@ def learn(
     in_reward = setup.algorithm.kl_in == "reward"
     with clock("score"):
         scored = jax.block_until_ready(_score(setup, host, state, frozen, collected))
+        paid, implicit = _step_rewards(setup, state, frozen, collected)
     with clock("update"):
         fill = lambda x, dtype: steps.place(np.concatenate([x, np.zeros(rows - len(x))]).astype(dtype))
         coefficients = _coefficients(setup, host, step)
@@ -55,6 +57,7 @@ def learn(
             coefficients.kl,
             scored.values,
             None if collected.greedy_returns is None else fill(collected.greedy_returns, np.float32),
+            *paid,
         )
         rated = Rated(
             rollout=sampled.rollout,
@@ -63,6 +66,7 @@ def learn(
             old=scored.old if _uses_old(setup, host) else None,
             values=scored.values,
             ref_logprobs=None if in_reward else scored.ref,
+            implicit=implicit,
         )
         state, found = _updates(setup, host, state, frozen, rated, coefficients, step)
     found |= _credit_metrics(setup, host, collected, credit, scored)
@@ -91,6 +95,22 @@ def _score(setup: Setup, host: Host, state: TrainState, frozen: Frozen, collecte
     )
 
 
+def _step_rewards(
+    setup: Setup, state: TrainState, frozen: Frozen, collected: Collected
+) -> tuple[tuple[jax.Array | None, jax.Array | None], Implicit | None]:
+    """(rewards of steps, their last tokens), and what an implicit process reward model learns from."""
+    config, steps, judged = setup.config, setup.steps, collected.judged
+    if config.implicit_prm is None:
+        found = collected.steps
+        return (None, None) if found is None else steps.place((found.rewards, found.ends)), None
+    rollout = judged.sampled.rollout
+    start = rollout.tokens.shape[1] - config.max_completion_length
+    paid, ref = jax.block_until_ready(steps.implicit(state.params["prm"], frozen.prm_reference, rollout, start))
+    fill = lambda x, dtype: np.pad(x, (0, len(rollout.tokens) - len(x))).astype(dtype)
+    outcomes = steps.place((fill(judged.plain, np.float32), fill(judged.valid, bool)))
+    return (paid, rollout.action_mask), Implicit(ref, *outcomes)
+
+
 def _coefficients(setup: Setup, host: Host, step: int) -> Coefficients:
     learns = float(step > setup.config.critic_warmup_steps or setup.config.critic == "none")
     values = (host.kl_coef, host.entropy_bonus, learns)
@@ -114,6 +134,9 @@ def _updates(
     for first in starts:
         chosen = steps.place(np.arange(first, first + size, dtype=np.int32))
         batch = steps.minibatch(rated, coefficients, state.key, np.int32(host.updates), chosen, rule)
+        if setup.mix is not None:
+            drawn = {"steps": setup.stream_steps, "rates": host.rates, "seed": config.seed}
+            batch = MixedBatch(batch, setup.mix.batches(host.updates, state=state, frozen=frozen, **drawn))
         state, found = steps.update(state, frozen, batch)
         host.updates += 1
         done += 1

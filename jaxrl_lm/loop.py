@@ -145,11 +145,15 @@ def _start(setup: Setup, checkpoints: Checkpoints) -> tuple[Setup, Host, TrainSt
     key = jax.device_put(jax.random.key(config.seed), setup.steps.plan.replicated)
     keeps = needs_reference(config) and not moves_reference(config)  # one that moves is part of the state
     if latest is None:
-        frozen = Frozen(copy_params(setup.params["policy"]) if keeps else None, setup.base)
+        prm = copy_params(setup.params["prm"]) if "prm" in setup.params else None
+        frozen = Frozen(
+            copy_params(setup.params["policy"]) if keeps else None, setup.base, prm_reference=prm, teacher=setup.teacher
+        )
         state = setup.steps.init(setup.params, key)
     else:
-        frozen = Frozen(setup.params["policy"] if keeps else None, setup.base)
-        spare = {name: tree for name, tree in setup.params.items() if not (keeps and name == "policy")}
+        kept = {name: tree for name, tree in setup.params.items() if name == "prm" or (keeps and name == "policy")}
+        frozen = Frozen(kept.get("policy"), setup.base, prm_reference=kept.get("prm"), teacher=setup.teacher)
+        spare = {name: tree for name, tree in setup.params.items() if name not in kept}
         jax.tree.map(lambda leaf: leaf.delete(), spare)  # the restored state takes their place
         saved = checkpoints.restore_host()
         notes += check_same_run(saved, config, directory=setup.directory, fingerprint=setup.fingerprint)

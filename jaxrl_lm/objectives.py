@@ -13,7 +13,7 @@ from jaxrl_lm import algos
 from jaxrl_lm.metrics import Metrics, Sum, covariance_of, max_of, mean_of, min_of
 from jaxrl_lm.models import Model, trunk_model
 from jaxrl_lm.score import score, score_with_values, values
-from jaxrl_lm.types import CriticBatch, Frozen, Params, PolicyBatch, SFTBatch
+from jaxrl_lm.types import CriticBatch, Frozen, ImplicitBatch, Params, PolicyBatch, SFTBatch
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -148,6 +148,34 @@ class CriticObjective:
         value_loss = jnp.sum(batch.value_weights * terms)
         metrics["value_loss"] = Sum(jax.lax.stop_gradient(value_loss))
         return loss + self.vf_coef * value_loss, metrics
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class ImplicitObjective:
+    """The loss of the policy, or of policy and critic, and that of an implicit process reward model φ:
+
+    L + coef Σ_n w_n BCE(σ(β Σ_t (log π_φ − log π_ref)), label_n). Source: PRIME (Cui et al., 2025).
+    """
+
+    policy: PolicyObjective | CriticObjective
+    completion_columns: int
+    beta: float
+    coef: float = 1.0
+    score_chunk: int = 2048
+
+    def __call__(self, params: dict[str, Params], frozen: Frozen, batch: ImplicitBatch, *, model: Model):
+        """Returns (loss, metrics)."""
+        loss, metrics = self.policy(params, frozen, batch.policy, model=model)
+        rows = batch.policy.policy if isinstance(batch.policy, CriticBatch) else batch.policy
+        start = rows.tokens.shape[1] - self.completion_columns
+        scores = score(params["prm"], rows.tokens, rows.segment_ids, model=model, chunk=self.score_chunk, start=start)
+        logits = algos.implicit_outcome_logits(scores.logprobs, batch.ref_logprobs, rows.action_mask, beta=self.beta)
+        counted = batch.weights > 0
+        prm_loss = jnp.sum(batch.weights * algos.binary_cross_entropy(logits, batch.labels, counted))
+        right = (logits > 0) == (batch.labels > 0.5)
+        metrics["implicit_prm/loss"] = Sum(jax.lax.stop_gradient(prm_loss))
+        metrics["implicit_prm/accuracy"] = mean_of(right.astype(jnp.float32), counted)
+        return loss + self.coef * prm_loss, metrics
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)

@@ -12,7 +12,15 @@ from typing import Any, NamedTuple
 import jax
 
 from jaxrl_lm import algos
-from jaxrl_lm.assemble import load_model, lora_of, make_batch_rules, make_credit, make_objective, trained_params
+from jaxrl_lm.assemble import (
+    compute_dtype,
+    load_model,
+    lora_of,
+    make_batch_rules,
+    make_credit,
+    make_objective,
+    trained_params,
+)
 from jaxrl_lm.batch import BatchRule
 from jaxrl_lm.checks import (
     check,
@@ -26,12 +34,15 @@ from jaxrl_lm.checks import (
 )
 from jaxrl_lm.config import GRPOConfig, PromptOptions, SamplingConfig
 from jaxrl_lm.data import default_buckets, read_rows
+from jaxrl_lm.distill import DistillObjective, check_same_vocabulary
 from jaxrl_lm.encode import EncodedPrompts, encode_prompts
+from jaxrl_lm.fit_steps import StreamSteps, compile_streams
+from jaxrl_lm.mix import Mix, check_mix, check_teacher, open_mix, split_rows
 from jaxrl_lm.models import Model, eos_token_ids
 from jaxrl_lm.optim import optimizer_of
 from jaxrl_lm.options import from_dict
 from jaxrl_lm.reward_model import open_reward_models
-from jaxrl_lm.rewards import RewardFunction, resolve_all
+from jaxrl_lm.rewards import RewardFunction, resolve_all, resolve_steps
 from jaxrl_lm.rollout import Sampler
 from jaxrl_lm.sharding import Plan, make_mesh
 from jaxrl_lm.steps import Steps, compile_steps
@@ -54,12 +65,16 @@ class Setup(NamedTuple):
     tokenizer: Any
     generation: dict[str, Any]  # the generation config that came with the model
     steps: Steps
+    mix: Mix | None  # further streams in each update
+    stream_steps: StreamSteps | None
+    teacher: Params | None
     sampler: Sampler
     schedule: Callable[[int], Any]
     prompts: EncodedPrompts
     eval_sets: dict[str, EncodedPrompts]
     rewards: tuple[RewardFunction, ...]
     eval_rewards: tuple[RewardFunction, ...]
+    step_reward: RewardFunction | None
     total_steps: int
     fingerprint: str  # of the training prompts: a resumed run must see the same
     notes: list[str]  # what the run should say at its start
@@ -149,7 +164,7 @@ def compile_run(
     *,
     total_updates: int,
     advantages: Callable[..., jax.Array] | None,
-    objective: Objective | None,
+    objective: Objective,
 ) -> tuple[Steps, Callable[[int], Any]]:
     """The compiled steps of a run, and its learning-rate schedule."""
     rows = config.prompts_per_step * config.num_generations
@@ -158,21 +173,63 @@ def compile_run(
     steps = compile_steps(
         model,
         plan,
-        objective=objective or make_objective(config, algorithm),
+        objective=objective,
         tx=tx,
         param_dtype=config.param_dtype,
         rows=rows,
         sampling=sampling,
         credit=make_credit(config, algorithm, advantages),
-        microbatches=minibatch // (config.microbatch_completions or minibatch),
+        microbatches=microbatches_of(config),
         score_chunk=config.score_chunk,
         score_rows_at_once=config.microbatch_completions or minibatch,
         kl_estimator=config.kl_estimator or "k1",
         lora=lora_of(config),
         critic=config.critic,
+        implicit_prm=config.implicit_prm,
         reference=moves_reference(config),
     )
     return steps, schedule
+
+
+def microbatches_of(config: GRPOConfig) -> int:
+    """Forward and backward passes of an update."""
+    minibatch = config.minibatch_completions or config.prompts_per_step * config.num_generations
+    return minibatch // (config.microbatch_completions or minibatch)
+
+
+def open_teacher(config: GRPOConfig, tokenizer: Any, plan: Plan) -> tuple[Model, Params] | None:
+    """The model that is learned from, in the dtype of the computation.
+
+    Raises ValueError, naming the first token that differs, for one of another vocabulary.
+    """
+    if config.teacher is None:
+        return None
+    dtype = compute_dtype(config.dtype)
+    model, params, other, _ = load_model(config.teacher, plan, dtype=dtype, param_dtype=dtype, remat="none")
+    try:
+        check_same_vocabulary(tokenizer, other)
+    except ValueError as error:
+        raise ValueError(f"teacher={config.teacher!r}: {error}") from error
+    return model, params
+
+
+def whole_objective(
+    config: GRPOConfig, algorithm: algos.Preset, own: Objective | None, teacher: Model | None, mix: Mix | None
+) -> Objective:
+    """The algorithm's loss or the caller's, with the teacher's and the streams' beside it."""
+    objective = own or make_objective(config, algorithm)
+    if teacher is not None:
+        objective = DistillObjective(
+            teacher_model=teacher,
+            completion_columns=config.max_completion_length,
+            coef=config.teacher_coef,
+            direction=config.teacher_divergence,
+            temperature=config.temperature,
+            beta=config.teacher_beta,
+            score_chunk=config.score_chunk,
+            policy=None if config.teacher_only else objective,
+        )
+    return objective if mix is None else mix.objective(objective, score_chunk=config.score_chunk)
 
 
 def _names(given: tuple[str, ...], rewards: Sequence[RewardFunction]) -> tuple[str, ...]:
@@ -183,6 +240,7 @@ def _names(given: tuple[str, ...], rewards: Sequence[RewardFunction]) -> tuple[s
 class Rewards(NamedTuple):
     train: tuple[RewardFunction, ...]
     evaluate: tuple[RewardFunction, ...]
+    steps: RewardFunction | None  # of the steps of a completion
 
 
 def open_rewards(
@@ -197,7 +255,19 @@ def open_rewards(
     )
     rewards = resolve_all(given, config.reward_weights)
     config = dataclasses.replace(config, reward=_names(config.reward, rewards))
-    return config, Rewards(rewards, resolve_all(eval_given) if eval_given else rewards)
+    steps = open_step_reward(config, plan)
+    return config, Rewards(rewards, resolve_all(eval_given) if eval_given else rewards, steps)
+
+
+def open_step_reward(config: GRPOConfig, plan: Plan) -> RewardFunction | None:
+    """The function or the process reward model that scores steps, if the options name one."""
+    if config.step_reward is None:
+        return None
+    if config.step_reward.startswith("prm:"):
+        from jaxrl_lm.process_model import ProcessModel
+
+        return resolve_steps(ProcessModel(config.step_reward, plan=plan, dtype=config.dtype))
+    return resolve_steps(config.step_reward)
 
 
 class Data(NamedTuple):
@@ -263,10 +333,13 @@ def prepare(
     config = from_dict(type(config), dataclasses.asdict(config), where="config")
     plan, lora = build_plan(config.mesh), lora_of(config)
     check(config, plan.batch_ways)
+    check_mix(config, plan.batch_ways, microbatches_of(config))
+    check_teacher(config)
     check_own(config, advantages=advantages, objective=objective)
     config, rewards = open_rewards(config, reward_functions, plan)
     check_rewards(config, rewards.train)
     rows, eval_rows = read_data(config, dataset, rewards)
+    rows, told = split_rows(config, rows)
     model, params, tokenizer, generation = load_model(
         config.model, plan, dtype=config.dtype, param_dtype=config.param_dtype, remat=config.remat
     )
@@ -275,9 +348,14 @@ def prepare(
     total_steps = config.max_steps or 100
     if config.num_epochs is not None:
         total_steps = max(1, round(config.num_epochs * len(data.prompts.ids) / config.prompts_per_step))
-    own = {"advantages": advantages, "objective": objective}
+    pad, eos = sampling.pad_token_id, tokenizer.eos_token_id
+    eos = sampling.eos_token_ids[0] if eos is None else eos
+    mix = open_mix(config, tokenizer, eos_token_id=eos, pad_token_id=pad, told=told, prompts=data.prompts.rows)
+    teacher_model, teacher = open_teacher(config, tokenizer, plan) or (None, None)
+    own = {"advantages": advantages, "objective": whole_objective(config, algorithm, objective, teacher_model, mix)}
     total_updates = total_steps * updates_per_step(config)
     steps, schedule = compile_run(config, algorithm, model, plan, sampling, total_updates=total_updates, **own)
+    shape = {"score_chunk": config.score_chunk, "microbatches": microbatches_of(config)}
     batch_rule, scored_rule = make_batch_rules(config, algorithm, tokenizer)
     trained, base = trained_params(config, model, params, plan, lora)
     return Setup(
@@ -292,6 +370,9 @@ def prepare(
         tokenizer=tokenizer,
         generation=generation,
         steps=steps,
+        mix=mix,
+        stream_steps=None if mix is None else compile_streams(model, plan, **shape),
+        teacher=teacher,
         sampler=make_sampler(
             steps,
             config,
@@ -306,6 +387,7 @@ def prepare(
         eval_sets=data.eval_sets,
         rewards=rewards.train,
         eval_rewards=rewards.evaluate,
+        step_reward=rewards.steps,
         total_steps=total_steps,
         fingerprint=fingerprint(data.prompts),
         notes=start_notes(config, model, tokenizer, data, trained, base, plan),

@@ -20,13 +20,14 @@ from jaxrl_lm.completions import Completer, Prompts, encode_rows, judge_texts, o
 from jaxrl_lm.data import Row, load_function
 from jaxrl_lm.evaluate import CORRECT
 from jaxrl_lm.options import nearest
+from jaxrl_lm.process_model import PREFIX as PRM_PREFIX
+from jaxrl_lm.process_model import ProcessModel
 from jaxrl_lm.reward_model import PREFIX, open_reward_models
 from jaxrl_lm.rewards import RewardFunction, resolve
 from jaxrl_lm.sharding import Plan
 from jaxrl_lm.tools_config import SearchConfig
 
 METHODS = ("best_of_n", "majority", "weighted_majority", "beam")
-PRM = "prm:"
 
 
 class Candidates(NamedTuple):
@@ -140,9 +141,7 @@ def open_scorer(config: SearchConfig, plan: Plan) -> RewardFunction:
     Raises ValueError, naming scorer, for what cannot be opened.
     """
     try:
-        if config.scorer.startswith(PRM):
-            from jaxrl_lm.process_model import ProcessModel
-
+        if config.scorer.startswith(PRM_PREFIX):
             model = ProcessModel(config.scorer, plan=plan, dtype=config.dtype)
             return RewardFunction("process_model", process_scorer(model, config.credit))
         ((scorer,),) = open_reward_models([config.scorer], plan=plan, dtype=config.dtype)

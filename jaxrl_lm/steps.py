@@ -35,7 +35,17 @@ from jaxrl_lm.models import (
 )
 from jaxrl_lm.score import score, values
 from jaxrl_lm.sharding import Plan
-from jaxrl_lm.types import CriticBatch, Params, PolicyBatch, Requests, Rollout, Scores, SFTBatch, TrainState
+from jaxrl_lm.types import (
+    CriticBatch,
+    ImplicitBatch,
+    Params,
+    PolicyBatch,
+    Requests,
+    Rollout,
+    Scores,
+    SFTBatch,
+    TrainState,
+)
 from jaxrl_lm.update import Objective, adapted, cut, update
 
 BATCH = 1 << 30  # the purpose of keys that batches are built with; the others stand in rollout/sampler.py
@@ -56,7 +66,9 @@ class Steps:
     generate: Callable[..., Rollout]  # (decode params, requests, stops)
     score: Callable[..., Scores]  # (policy, base, tokens, segment_ids, temperature, start)
     values: Callable[..., jax.Array]  # (params by name, base, tokens, segment_ids, start)
-    credit: Callable[..., Credit]  # (returns, valid, rollout, current, ref, kl_coefficient, values, greedy_returns)
+    implicit: Callable[..., Any]  # (process reward model, its reference, rollout, start): rewards, ref log-probs
+    credit: Callable[..., Credit]  # (returns, valid, rollout, current, ref, kl_coefficient, values, greedy_returns,
+    # step_rewards, step_ends)
     minibatch: Callable[..., Any]  # (rated, coefficients, key, number, rows, rule)
     sft_batch: Callable[..., SFTBatch]  # (tokens, segment_ids, mask)
     update: Callable[..., Any]  # (state, frozen, batch)
@@ -90,6 +102,17 @@ def value_rows(
     return _by_rows(one, (tokens, segment_ids), size)
 
 
+def implicit_rows(
+    prm: Params, reference: Params, rollout: Rollout, start: int, *, model: Model, beta: float, chunk: int, size: int
+) -> tuple[Float[Array, "N T"], Float[Array, "N T"]]:
+    """What an implicit process reward model pays each action token, and the log-probs of the model it started from."""
+    ones = jnp.ones(rollout.tokens.shape[:1], jnp.float32)
+    given = (rollout.tokens, rollout.segment_ids, ones, start)
+    of = lambda params: score_rows(params, None, *given, model=model, lora=None, chunk=chunk, size=size).logprobs
+    ref = of(reference)
+    return algos.implicit_process_rewards(of(prm), ref, rollout.action_mask, beta=beta), ref
+
+
 def _by_rows(function: Callable[[Any], Any], arrays: tuple, size: int) -> Any:
     shape = arrays[0].shape
     out = jax.lax.map(function, cut(arrays, shape[0] // size))
@@ -105,6 +128,8 @@ def credit_rows(
     kl_coefficient: Float[Array, ""],
     values: Float[Array, "N T"] | None,
     greedy_returns: Float[Array, "N"] | None,
+    step_rewards: Float[Array, "N T"] | None,
+    step_ends: Bool[Array, "N T"] | None,
     *,
     rule: CreditRule,
     estimator: str,
@@ -112,17 +137,17 @@ def credit_rows(
     """Credit of a rollout; with `ref` the KL to it is paid in the reward."""
     mask = rollout.action_mask
     kl = None if ref is None else algos.kl_estimate(current, ref, mask, estimator=estimator)
-    return rule(
-        Outcomes(returns, valid, mask, rollout.logprobs, rollout.turn_ids, kl, kl_coefficient, values, greedy_returns)
-    )
+    policy = (mask, rollout.logprobs, rollout.turn_ids)
+    return rule(Outcomes(returns, valid, *policy, kl, kl_coefficient, values, greedy_returns, step_rewards, step_ends))
 
 
 def minibatch_rows(
     rated: Rated, coefficients: Coefficients, key, number: Int32[Array, ""], rows: Int32[Array, "B"], rule: BatchRule
-) -> PolicyBatch | CriticBatch:
+) -> PolicyBatch | CriticBatch | ImplicitBatch:
     """The batch of update `number` of the run, which no other one shares its key with."""
     key = jax.random.fold_in(jax.random.fold_in(key, BATCH), number)
-    return (rule if rated.values is None else rule.critic)(rated, coefficients, key, rows)
+    batch = (rule if rated.values is None else rule.critic)(rated, coefficients, key, rows)
+    return batch if rated.implicit is None else rule.implicit(rated, batch, rows)
 
 
 def row_keys(key: jax.Array, purpose: Int32[Array, ""], step: Int32[Array, ""], *, rows: int) -> jax.Array:
@@ -136,9 +161,14 @@ def follow(reference: Params, policy: Params, ema: Float[Array, ""]) -> Params:
     return jax.tree.map(lambda r, p: (ema * r + (1.0 - ema) * p).astype(r.dtype), reference, policy)
 
 
-def trained_specs(model: Model, *, lora: LoraConfig | None = None, critic: str = "none") -> dict[str, Any]:
-    """The declarations of all weights that are trained, by the name of their tree."""
+def trained_specs(
+    model: Model, *, lora: LoraConfig | None = None, critic: str = "none", prm: bool = False
+) -> dict[str, Any]:
+    """The declarations of all weights that are trained, by the name of their tree. `prm`: an implicit process reward
+    model among them."""
     specs = {"policy": model.specs if lora is None else lora_specs(model, lora)}
+    if prm:
+        specs["prm"] = model.specs
     if critic == "none":
         return specs
     return specs | {"critic": {"head": value_specs(model.config)} if critic == "shared" else critic_specs(model)}
@@ -184,6 +214,7 @@ def compile_steps(
     kl_estimator: str = "k1",
     lora: LoraConfig | None = None,
     critic: str = "none",
+    implicit_prm: float | None = None,
     reference: bool = False,
 ) -> Steps:
     """Binds everything static and names every layout; nothing is compiled before its first call.
@@ -197,7 +228,7 @@ def compile_steps(
     size = score_rows_at_once or rows
     if rows % size:
         raise ValueError(f"score_rows_at_once={score_rows_at_once} does not divide {rows} rows")
-    specs = trained_specs(model, lora=lora, critic=critic)
+    specs = trained_specs(model, lora=lora, critic=critic, prm=implicit_prm is not None)
     abstract, layouts = state_shardings(specs, plan, tx, param_dtype, reference=reference)
     policy, every, split = layouts.params["policy"], plan.replicated, plan.rows
     base = None if lora is None else plan.tree(model.specs)
@@ -242,6 +273,12 @@ def compile_steps(
             bind(value_rows, model=model, lora=lora, shared=critic == "shared", size=size),
             static_argnums=4,
             in_shardings=(layouts.params, base, split, split),
+            out_shardings=split,
+        ),
+        implicit=jax.jit(
+            bind(implicit_rows, model=model, beta=implicit_prm, chunk=score_chunk, size=size),
+            static_argnums=3,
+            in_shardings=(plan.tree(model.specs), plan.tree(model.specs), split),
             out_shardings=split,
         ),
         credit=jax.jit(bind(credit_rows, rule=credit, estimator=kl_estimator), out_shardings=split),

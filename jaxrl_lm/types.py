@@ -70,6 +70,15 @@ class CriticBatch(NamedTuple):
     value_weights: Float[Array, "N T"]
 
 
+class ImplicitBatch(NamedTuple):
+    """A policy batch, with or without a critic's, and what an implicit process reward model learns from the same rows."""
+
+    policy: PolicyBatch | CriticBatch
+    ref_logprobs: Float[Array, "N T"]  # of the model that it started from
+    labels: Float[Array, "N"]  # 1: the outcome is right
+    weights: Float[Array, "N"]
+
+
 class SFTBatch(NamedTuple):
     """Prompt-completion rows; the loss is on the completions."""
 
@@ -144,3 +153,4 @@ class Frozen(NamedTuple):
     reference: Params | None = None
     base: Params | None = None  # under LoRA: the weights that the adapter is added to
     teacher: Params | None = None  # of on-policy distillation
+    prm_reference: Params | None = None  # what an implicit process reward model started from

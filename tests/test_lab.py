@@ -1,5 +1,6 @@
 """The arithmetic lab: exact problems, working and checks; splits; rewards on any text; the tokenizer; the figure."""
 
+import itertools
 import random
 import sys
 
@@ -200,6 +201,13 @@ def test_lab_steps(completion, share):
     assert task.lab_steps(prompts=["47+385="], completions=[completion], operands=[[47, 385]]) == [share]
 
 
+def test_lab_step_rewards_stand_just_after_the_steps():
+    completions = ["7+5=12;4+8=12;0+3=3;#322", "", "#432", "7+5=12;4+8"]
+    rewards = task.lab_step_rewards(prompts=["47+385="] * 4, completions=completions, operands=[[47, 385]] * 4)
+    assert rewards == [[(7, 1.0), (14, 0.0), (20, 0.0)], [], [], [(7, 1.0), (10, 0.0)]]
+    assert completions[0][:7] == "7+5=12;"
+
+
 @settings(max_examples=300, deadline=None)
 @given(st.one_of(st.text(), st.text(alphabet=CHARACTERS + "<\n", max_size=60)))
 def test_any_text_gets_a_reward(completion):
@@ -210,6 +218,8 @@ def test_any_text_gets_a_reward(completion):
     arguments = {"prompts": ["47+385+6="], "completions": [completion]}
     assert task.lab_answer(**arguments, answer=[438]) == [float(result.correct)]
     assert 0.0 <= task.lab_steps(**arguments, operands=[[47, 385, 6]])[0] <= 1.0
+    ends = [0] + [end for end, _ in task.lab_step_rewards(**arguments, operands=[[47, 385, 6]])[0]]
+    assert all(before < end <= len(completion) for before, end in itertools.pairwise(ends))
 
 
 def test_a_reward_refuses_columns_of_another_length():

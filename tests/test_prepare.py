@@ -2,6 +2,8 @@
 
 import json
 import shutil
+import sys
+import types
 from pathlib import Path
 
 import pytest
@@ -9,6 +11,7 @@ import tiny_run
 
 from jaxrl_lm import GRPOConfig, algos
 from jaxrl_lm.checks import LEAST, check, resolve_algorithm, updates_per_step
+from jaxrl_lm.lab.task import lab_step_rewards
 from jaxrl_lm.prepare import fingerprint, prepare
 
 
@@ -93,6 +96,8 @@ def test_updates_per_step(options):
 
 # --- options ----------------------------------------------------------------------------------------------------------
 
+STEPS = {"step_reward": "jaxrl_lm.lab.task:lab_step_rewards"}
+
 
 @pytest.mark.parametrize(
     ("changes", "message"),
@@ -127,6 +132,26 @@ def test_updates_per_step(options):
         ({"max_prompt_length": 3}, "dataset: no prompt is left: all 16 have more than max_prompt_length=3 tokens"),
         ({"long_prompts": "error", "max_prompt_length": 10}, "dataset: row 15: the prompt has 14 tokens, more than max_p"),
         ({"prompt_template": "no place"}, "prompt_template='no place' holds {prompt} 0 times"),
+        ({"step_reward": "steps"}, "step_reward='steps' is unknown: give package.module:function"),
+        ({"step_credit": "min"}, "step_credit='min' has no effect without step_reward or implicit_prm: give step_reward,"),
+        ({"step_normalise": True}, "step_normalise=True has no effect without step_reward"),
+        ({"outcome_weight": 0.5}, "outcome_weight=0.5 has no effect without step_reward"),
+        ({**STEPS, "outcome_weight": 0.0, "step_weight": 0.0}, "are both 0: nothing would be trained"),
+        ({**STEPS, "preset": "rloo"}, "step_credit='sum-to-go' gives each token its own credit, and advantage='leave-one"),
+        ({**STEPS, "preset": "remax", "num_iterations": 1, "minibatch_completions": None}, "advantage='greedy' compares"),
+        ({**STEPS, "advantage": "max-rl", "step_credit": "min"}, "step_reward changes the rewards that advantage='max-rl'"),
+        ({**STEPS, "step_credit": "mean", "step_normalise": True}, "step_credit='mean' is no sum: leave one of them out"),
+        ({**STEPS, "step_credit": "last", "step_shaping": True}, "step_shaping guards the sums of step_credit='sum-to-go'"),
+        ({**STEPS, "step_shaping": True}, "step_shaping .* advantage='group' normalises each: use advantage gae or batch"),
+        ({**STEPS, "advantage": "batch", "step_shaping": True, "step_normalise": True}, "choose one of them"),
+        ({"implicit_prm_coef": 2.0}, "implicit_prm_coef=2.0 has no effect without implicit_prm: give implicit_prm, or"),
+        ({**STEPS, "implicit_prm_model": "m"}, "implicit_prm_model='m' has no effect without implicit_prm"),
+        ({**STEPS, "implicit_prm": 0.05}, "step_reward and implicit_prm are both given: steps have one reward"),
+        ({"implicit_prm": 0.05, "step_credit": "product"}, "step_credit='product' multiplies chances"),
+        ({"implicit_prm": 0.05, "advantage": "batch", "step_shaping": True}, "what implicit_prm pays are such differences"),
+        ({"implicit_prm": 0.05, "preset": "rloo"}, "step_credit='sum-to-go' gives each token its own credit"),
+        ({"implicit_prm": 0.05, "advantage": "accepted"}, "implicit_prm changes the rewards that advantage='accepted'"),
+        ({"implicit_prm": 0.0}, "implicit_prm=0.0"),
     ],
 )  # fmt: skip
 def test_options_that_do_not_fit(changes, message, refused):
@@ -161,7 +186,9 @@ def test_values_that_python_code_gives_are_checked_as_those_of_files_are(name, v
 def test_own_parts_leave_no_option_without_effect(refused):
     own = {"objective": lambda params, frozen, batch, *, model: None}
     refused("epsilon has no effect beside an objective function of your own: leave it out", own=own, epsilon=0.1)
+    refused("implicit_prm: its loss is added to the run's own", own=own, implicit_prm=0.05)
     own = {"advantages": lambda returns, *, group_size, valid: returns}
+    refused("an advantages function of your own one number a completion: use mean, min, product", own=own, **STEPS)
     refused("scale_rewards has no effect beside an advantages function", own=own, scale_rewards="none")
 
 
@@ -221,6 +248,25 @@ def test_buckets_are_said_and_made_up_where_none_are_given(options):
 )
 def test_length_of_a_run(changes, steps, options):
     assert prepare(options(**changes)).total_steps == steps  # 16 prompts, 4 a step
+
+
+def test_rewards_of_steps_are_a_function_or_a_process_reward_model(options, monkeypatch):
+    assert prepare(options()).step_reward is None
+    setup = prepare(options(**STEPS))
+    assert (setup.step_reward.name, setup.step_reward.function) == ("lab_step_rewards", lab_step_rewards)
+    made = []
+
+    class ProcessModel:
+        def __init__(self, option, *, plan, dtype):
+            made.append((option, plan.batch_ways, dtype))
+
+        def __call__(self, prompts, completions):
+            return [[] for _ in completions]
+
+    monkeypatch.setitem(sys.modules, "jaxrl_lm.process_model", types.SimpleNamespace(ProcessModel=ProcessModel))
+    setup = prepare(options(step_reward="prm:somewhere?name=mine", dtype="float32"))
+    assert made == [("prm:somewhere?name=mine", 4, "float32")]
+    assert isinstance(setup.step_reward.function, ProcessModel)
 
 
 def test_functions_of_the_caller_go_by_their_names(options):

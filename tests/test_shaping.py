@@ -126,6 +126,28 @@ def test_steps_by_hand():
     np.testing.assert_allclose(centred, [[0.5, 0.5, -0.25, -0.25, 0], [-0.5, -0.5, 0, -0.25, 0]], atol=1e-6)
 
 
+def test_the_mean_of_a_rows_steps_by_hand():
+    """Each of the normalised steps 1.5, −0.5 | −0.5, −0.5 over its row's two; a row of one step alone keeps it whole."""
+    rewards, ends, mask = two_rows()
+    got = inspect.unwrap(process.process_advantages)(rewards, ends, f32([0, 0]), mask, group_size=2, step_mean=True)
+    np.testing.assert_allclose(got, [[0.5, 0.5, -0.25, -0.25, 0], [-0.5, -0.5, 0, -0.25, 0]], atol=1e-5)
+    ends = ends.at[1, 3].set(False)  # 1, 0 | 0: mean ⅓, std √⅓
+    got = process.process_advantages(rewards, ends, f32([0, 0]), mask, group_size=2, scale="none", step_mean=True)
+    np.testing.assert_allclose(got, [[1 / 6, 1 / 6, -1 / 6, -1 / 6, 0], [-1 / 3, -1 / 3, 0, 0, 0]], atol=1e-6)
+    with pytest.raises(ValueError, match="step_mean with credit='min'"):
+        process.process_advantages(rewards, ends, f32([0, 0]), mask, group_size=2, credit="min", step_mean=True)
+
+
+def test_weights_come_after_the_normalisation():
+    rewards, ends, mask = two_rows()
+    given = (rewards, ends, f32([1, 0]), mask)
+    part = lambda outcome, steps: process.process_advantages(
+        *given, group_size=2, outcome_weight=outcome, step_weight=steps
+    )
+    np.testing.assert_allclose(part(3.0, 0.25), 3.0 * part(1.0, 0.0) + 0.25 * part(0.0, 1.0), rtol=1e-5, atol=1e-6)
+    np.testing.assert_allclose(part(1.0, 1.0), process.process_advantages(*given, group_size=2))
+
+
 def test_the_outcome_is_added_at_every_token_those_after_the_steps_too():
     rewards, ends, mask = two_rows()
     outcome = f32([1, 0])

@@ -38,21 +38,30 @@ def process_advantages(
     group_size: int,
     scale: Scale = "group",
     credit: Credit = "sum-to-go",
+    step_mean: bool = False,
+    outcome_weight: float = 1.0,
+    step_weight: float = 1.0,
     valid: Valid = None,
 ) -> Float[Array, "N T"]:
     """At each token its row's `group_advantages` of the outcome, plus the credit of its steps; 0 off the mask.
 
+    A = outcome_weight · A_outcome + step_weight · A_steps, the weights after the normalisation, which would undo them.
     credit="sum-to-go": the rewards of all steps of the group together are normalised (minus their mean, over their std
     plus 1e-6, see `scale`), and a token gets the sum of those of the steps that end at or after it. Tokens after the
-    last end get none. credit="mean", "min", "product", "last": one number a completion from its step rewards, normalised
-    over the completions of the group that have steps, the same at every token. A completion without steps gets none.
+    last end get none. With step_mean each is divided by the number of its row's steps first, so that a row's sum is
+    their mean and more steps do not pay by themselves.
+    credit="mean", "min", "product", "last": one number a completion from its step rewards, normalised over the
+    completions of the group that have steps, the same at every token. A completion without steps gets none.
     A step is read where step_ends holds under the mask. An outcome of zeros leaves the steps alone. "product" is for
     rewards in [0, 1], the chances that steps are right.
     Source: DeepSeekMath (Shao et al., 2024), section 4.1.3, process supervision. Departs: the outcome is added; there
     the reward of the last step carries it.
 
-    Raises ValueError if group_size is below 2 or does not divide N, for an unknown scale or credit.
+    Raises ValueError if group_size is below 2 or does not divide N, for an unknown scale or credit, and for step_mean
+    with another credit than sum-to-go.
     """
+    if step_mean and credit != "sum-to-go":
+        raise ValueError(f"step_mean with credit={credit!r}: only the sums of sum-to-go grow with the number of steps")
     rows = jnp.ones(outcome.shape, bool) if valid is None else valid
     ends = step_ends & mask & rows[:, None]
     by_group = lambda x, inside: normalise(
@@ -62,10 +71,13 @@ def process_advantages(
     if credit == "sum-to-go":
         together = lambda x: x.reshape(-1, group_size * mask.shape[1])
         steps = normalise(together(step_rewards), together(ends), scale=scale).reshape(mask.shape)
+        if step_mean:
+            steps = steps / jnp.maximum(jnp.sum(ends, axis=1, keepdims=True), 1)
         part = jnp.flip(jnp.cumsum(jnp.flip(steps, 1), axis=1), 1)
     else:
         part = by_group(completion_credit(step_rewards, ends, credit), jnp.any(ends, axis=1))
-    return masked.select(jnp.broadcast_to(whole + part, mask.shape), mask & rows[:, None])
+    whole = jnp.broadcast_to(outcome_weight * whole + step_weight * part, mask.shape)
+    return masked.select(whole, mask & rows[:, None])
 
 
 def turn_advantages(

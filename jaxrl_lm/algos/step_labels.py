@@ -10,8 +10,8 @@ import jax.numpy as jnp
 from jaxtyping import Array, Bool, Float, Int, Shaped
 
 from jaxrl_lm import masked
-from jaxrl_lm.algos.actions import Ids, action_sum, before
-from jaxrl_lm.algos.returns import gae
+from jaxrl_lm.algos.actions import Ids, action_starts, action_sum, before
+from jaxrl_lm.algos.returns import DiscountPer, gae
 
 Label = Literal["soft", "hard", "log-mean-exp"]
 
@@ -90,18 +90,27 @@ def normalise_step_rewards(
 
 
 def potential_shaping(
-    potentials: Shaped[Array, "N T"], mask: Bool[Array, "N T"], *, discount: float = 1.0, segment_ids: Ids = None
+    potentials: Shaped[Array, "N T"],
+    mask: Bool[Array, "N T"],
+    *,
+    discount: float = 1.0,
+    segment_ids: Ids = None,
+    action_ids: Ids = None,
+    discount_per: DiscountPer = "action",
 ) -> Float[Array, "N T"]:
-    """γ Φ(s′) − Φ(s) at each token, to be added to its reward; 0 off the mask.
+    """γ Φ(s′) − Φ(s) at the first token of each action, to be added to its reward; 0 elsewhere.
 
     potentials[n, t] is Φ of the state before token t, as values are (a critic, or `step_potentials` of a process reward
-    model); s′ is the state before the next token under the mask, and Φ is 0 after the last one of a sequence. With that 0
+    model); s′ is the state before the next action under the mask, and Φ is 0 after the last one of a sequence. With that 0
     the shaping to come, Σ_k γ^k F_{t+k}, is −Φ(s_t): it depends on no action from t on, so that returns-to-go discounted
-    by the same γ keep their expected gradient and every order of policies, however wrong Φ is.
+    by the same γ keep their expected gradient and every order of policies, however wrong Φ is. Actions and γ are those
+    of `returns_to_go`; action_ids=None: each token is one.
     Source: Ng, Harada and Russell, 1999, theorem 1; the 0 at the end: Grześ, 2017.
     """
+    actions = {"segment_ids": segment_ids, "action_ids": action_ids}
     nothing = jnp.zeros(mask.shape, jnp.float32)
-    return gae(nothing, potentials, mask, discount=discount, lam=0.0, segment_ids=segment_ids)[0]
+    errors, _ = gae(nothing, potentials, mask, discount=discount, lam=0.0, discount_per=discount_per, **actions)
+    return masked.select(errors, action_starts(mask, **actions))
 
 
 def step_potentials(

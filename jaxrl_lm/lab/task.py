@@ -250,3 +250,14 @@ def lab_steps(*, prompts: list[str], completions: list[str], operands: list[Sequ
         steps = check(problem, completion).steps
         shares.append(sum(steps) / max(len(steps), len(_columns(problem))))
     return shares
+
+
+def lab_step_rewards(
+    *, prompts: list[str], completions: list[str], operands: list[Sequence[int]], **_: Any
+) -> list[list[tuple[int, float]]]:
+    """For `step_reward`: 1.0 for each right step of the working and 0.0 for each wrong one, at its end."""
+    found = []
+    for completion, numbers in zip(completions, operands, strict=True):
+        checked = check(Problem(tuple(int(number) for number in numbers)), completion)
+        found.append([(end + 1, float(right)) for end, right in zip(checked.ends, checked.steps, strict=True)])
+    return found

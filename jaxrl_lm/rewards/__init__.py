@@ -11,18 +11,23 @@ from jaxrl_lm.rewards.protocol import (
     resolve_all,
     route,
 )
+from jaxrl_lm.rewards.steps import RowSteps, compute_step_rewards, resolve_steps, step_tokens
 from jaxrl_lm.rewards.verl import from_verl
 
 __all__ = [
     "SHIPPED",
     "RewardError",
     "RewardFunction",
+    "RowSteps",
     "columns_of",
     "combine",
     "compute_rewards",
+    "compute_step_rewards",
     "from_verl",
     "resolve",
     "resolve_all",
+    "resolve_steps",
     "reward_metrics",
     "route",
+    "step_tokens",
 ]

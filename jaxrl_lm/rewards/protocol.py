@@ -150,21 +150,21 @@ def compute_rewards(
     Raises RewardError where a function raises, asks for a column that is not there, or returns a wrong count, a NaN, an
     infinity or something that is not a number.
     """
-    data = _arguments(prompts, completions, completion_ids, columns, group_ids)
+    data = arguments(prompts, completions, completion_ids, columns, group_ids)
     count = len(prompts)
     routed = route(functions, columns["reward"]) if "reward" in columns else np.ones((count, len(functions)), bool)
-    calls = [_Call(function, np.flatnonzero(routed[:, f]).tolist(), data) for f, function in enumerate(functions)]
+    calls = [Call(function, np.flatnonzero(routed[:, f]).tolist(), data) for f, function in enumerate(functions)]
     for call in calls:
         if call.rows:
             call.check_columns()
     values = np.full((count, len(functions)), np.nan)
-    for f, (call, outcome) in enumerate(zip(calls, _run_all(calls), strict=True)):
+    for f, (call, outcome) in enumerate(zip(calls, run_all(calls), strict=True)):
         if call.rows:
             values[call.rows, f] = call.values(outcome)
     return values
 
 
-def _arguments(
+def arguments(
     prompts: Sequence[Any],
     completions: Sequence[str],
     completion_ids: Sequence[Sequence[int]],
@@ -193,8 +193,10 @@ def _arguments(
     return data
 
 
-class _Call:
+class Call:
     """A function, the rows it scores, and the arguments that its signature accepts."""
+
+    what, gives = "reward", "numbers"  # in error messages
 
     def __init__(self, reward: RewardFunction, rows: list[int], data: dict[str, list[Any]]):
         self.name, self.function, self.rows, self.data = reward.name, reward.function, rows, data
@@ -212,7 +214,7 @@ class _Call:
             if name not in self.data:
                 known = ", ".join(n for n in self.data if n not in _RESERVED) or "none"
                 raise RewardError(
-                    f"reward {self.name!r} needs the column {name!r}, which the dataset does not have (its further "
+                    f"{self.what} {self.name!r} needs the column {name!r}, which the dataset does not have (its further "
                     f"columns: {known})"
                 )
 
@@ -224,26 +226,27 @@ class _Call:
         text = prompt if isinstance(prompt, str) else prompt[-1]["content"] if prompt else ""
         return f"row {index} (prompt {text[:60]!r}{'…' if len(text) > 60 else ''})"
 
-    def values(self, outcome: Any) -> list[float]:
-        """The checked values; None becomes NaN."""
+    def values(self, outcome: Any) -> list[Any]:
+        """The checked values."""
         if isinstance(outcome, Exception):
             raise RewardError(self._describe(outcome)) from outcome
         if isinstance(outcome, str | bytes | Mapping) or not hasattr(outcome, "__len__"):
             raise RewardError(
-                f"reward {self.name!r} returned a {type(outcome).__name__}, not a list of {len(self.rows)} numbers; "
-                f"first row: {self.row(self.rows[0])}"
+                f"{self.what} {self.name!r} returned a {type(outcome).__name__}, not a list of {len(self.rows)} "
+                f"{self.gives}; first row: {self.row(self.rows[0])}"
             )
         if len(outcome) != len(self.rows):
             raise RewardError(
-                f"reward {self.name!r} returned {len(outcome)} values for {len(self.rows)} completions; first row: "
+                f"{self.what} {self.name!r} returned {len(outcome)} values for {len(self.rows)} completions; first row: "
                 f"{self.row(self.rows[0])}"
             )
-        return [self._value(value, row) for value, row in zip(outcome, self.rows, strict=True)]
+        return [self.value(value, row) for value, row in zip(outcome, self.rows, strict=True)]
 
-    def _value(self, value: Any, row: int) -> float:
+    def value(self, value: Any, row: int) -> Any:
+        """The checked value of one row; None becomes NaN."""
         if value is None:
             return math.nan
-        number = _number(value)
+        number = number_of(value)
         if number is None:
             raise RewardError(
                 f"reward {self.name!r} returned a {type(value).__name__} ({repr(value)[:60]}) for {self.row(row)}; it "
@@ -258,10 +261,10 @@ class _Call:
         place = self.row(found[0])
         if len(found) > 1:
             place = f"a call with rows {found[0]} to {found[-1]}; the first is {place}"
-        return f"reward {self.name!r} raised {type(error).__name__}: {error} on {place}"
+        return f"{self.what} {self.name!r} raised {type(error).__name__}: {error} on {place}"
 
 
-def _run_all(calls: Sequence[_Call]) -> list[Any]:
+def run_all(calls: Sequence[Call]) -> list[Any]:
     """What each call returned, or the exception that it raised."""
     outcomes: list[Any] = [None] * len(calls)
     waiting = [i for i, call in enumerate(calls) if call.is_async and call.rows]
@@ -278,15 +281,15 @@ def _run_all(calls: Sequence[_Call]) -> list[Any]:
     return outcomes
 
 
-async def _gather(calls: Sequence[_Call]) -> list[Any]:
+async def _gather(calls: Sequence[Call]) -> list[Any]:
     return await asyncio.gather(*(_finish(call) for call in calls), return_exceptions=True)
 
 
-async def _finish(call: _Call) -> Any:
+async def _finish(call: Call) -> Any:
     return await call.start(call.rows)
 
 
-def _attempt(call: _Call, rows: list[int]) -> Any:
+def _attempt(call: Call, rows: list[int]) -> Any:
     """What the call returns for these rows, or the exception it raised, which the caller reports."""
 
     async def awaited(value: Any) -> Any:
@@ -302,7 +305,7 @@ def _attempt(call: _Call, rows: list[int]) -> Any:
         return error
 
 
-def _narrow(call: _Call, rows: list[int], error: Exception) -> list[int]:
+def _narrow(call: Call, rows: list[int], error: Exception) -> list[int]:
     """The fewest rows, by halving, on which the call still raises the same error.
 
     The run is ending anyway, and knowing the row is worth some calls more. A function whose failure is about the whole
@@ -320,7 +323,8 @@ def _narrow(call: _Call, rows: list[int], error: Exception) -> list[int]:
     return rows
 
 
-def _number(value: Any) -> float | None:
+def number_of(value: Any) -> float | None:
+    """A number as float; None for anything else."""
     if isinstance(value, numbers.Real | Decimal):
         try:
             return float(value)

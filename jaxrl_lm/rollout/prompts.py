@@ -104,6 +104,10 @@ class SolveRates:
             self.seen[index] += 1
             self.solved[index] |= rate > 0
 
+    def never_solved(self, index: int) -> bool:
+        """Whether a prompt was sampled and no completion of it was ever right."""
+        return bool(self.seen[index] and not self.solved[index])
+
     def state(self) -> dict[str, Any]:
         """The rows of the prompts seen, as lists."""
         indices = np.flatnonzero(self.seen)

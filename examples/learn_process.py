@@ -1,0 +1,227 @@
+"""Learning from steps on the small lab model: a process reward model, and reinforcement learning with rewards of steps.
+
+    python examples/learn_process.py prm     runs/learn   labels by completing steps; best-of-n against outcome models
+    python examples/learn_process.py rl      runs/learn   samples to an accuracy, rewards of steps against outcomes, 5 seeds
+    python examples/learn_process.py credit  runs/learn   ways of credit in PPO and in the group method, easy and hard
+
+All start from one model (`jaxrl_lm/lab/small.py`), made on the first call. docs/results.md holds what these printed.
+"""
+
+import json
+import sys
+from pathlib import Path
+
+from _tables import save_figure, show
+
+import jaxrl_lm
+from jaxrl_lm.config import PPOConfig
+from jaxrl_lm.inference import run_export, run_generate
+from jaxrl_lm.lab.run import REWARD
+from jaxrl_lm.lab.small import small_start
+from jaxrl_lm.lab.task import Problem, check
+from jaxrl_lm.label_steps import run_label_steps
+from jaxrl_lm.report import load_metrics
+from jaxrl_lm.search import run_search
+from jaxrl_lm.tools_config import LabelStepsConfig, SearchConfig
+
+LENGTH = 32  # tokens of a completion at most
+SEPARATOR = ";"
+
+
+def read(path: str | Path) -> list[dict]:
+    return [json.loads(line) for line in Path(path).read_text().splitlines()]
+
+
+def write(path: Path, rows: list[dict]) -> str:
+    path.write_text("".join(json.dumps(row) + "\n" for row in rows))
+    return str(path)
+
+
+def flawed_share(found: list[tuple[dict, str]]) -> str:
+    """Of the completions whose answer is right, the share with a wrong step."""
+    checks = [check(Problem(tuple(row["operands"])), text) for row, text in found]
+    right = [one for one in checks if one.correct]
+    flawed = sum(not all(one.steps) or not one.steps for one in right)
+    return f"{flawed / max(len(right), 1):.3f} ({flawed} of {len(right)})"
+
+
+# --- process and outcome reward models --------------------------------------------------------------------------------
+
+
+def labelled(directory: Path, files: dict[str, str], *, prompts: int = 400, count: int = 4, rollouts: int = 8) -> str:
+    """Stepwise rows: each step's label is the mean outcome of 8 completions that go on from it."""
+    output = directory / "steps.jsonl"
+    if not output.exists():
+        config = LabelStepsConfig(
+            model=files["model"], dataset=files["train"], limit=prompts, output=str(output), reward=(REWARD,),
+            num_generations=count, rollouts=rollouts, step_separator=SEPARATOR, max_completion_length=LENGTH,
+            prompts_per_step=64,
+        )  # fmt: skip
+        print(run_label_steps(config))
+    return str(output)
+
+
+def trained(directory: Path, name: str, config, train) -> str:
+    """The exported directory of a run, which is made once."""
+    model = directory / f"{name}_model"
+    if not model.exists():
+        train(config)
+        run_export(jaxrl_lm.ExportConfig(run=config.output_dir, directory=str(model)))
+    return str(model)
+
+
+def prm(directory: Path, files: dict[str, str]) -> None:
+    """A process model on labelled steps, outcome models on the same completions and on as many samples as labelling took."""
+    stepwise = labelled(directory, files)
+    rows = read(stepwise)
+    whole = lambda row: SEPARATOR.join(row["completions"])
+    outcomes = [{"prompt": row["prompt"], "completion": whole(row), "label": row["outcome"]} for row in rows]
+    summary = json.loads(Path(stepwise + ".summary.json").read_text())
+    more = summary["completions"] + 8 * summary["prefixes"]
+    drawn = run_generate(
+        jaxrl_lm.GenerateConfig(
+            model=files["model"], dataset=files["train"], limit=more // 8, num_generations=8, prompts_per_step=64,
+            max_completion_length=LENGTH, seed=1,
+        )  # fmt: skip
+    )
+    judge = lambda row, text: float(check(Problem(tuple(row["operands"])), text).correct)
+    many = [{"prompt": r["prompt"], "completion": t, "label": judge(r, t)} for r in drawn for t in r["completions"] if t]
+    shared = {
+        "model": files["model"], "rows_per_step": 64, "max_steps": 400, "learning_rate": 1e-3, "lr_scheduler": "linear",
+        "eval_steps": 0, "save_steps": 0, "logging_steps": 100,
+    }  # fmt: skip
+    process = jaxrl_lm.PRMConfig(
+        dataset=stepwise, output_dir=str(directory / "prm"), step_separator=SEPARATOR, **shared
+    )
+    outcome = lambda name, data: jaxrl_lm.RewardConfig(
+        dataset=write(directory / f"{name}.jsonl", data), output_dir=str(directory / name), loss_type="outcome", **shared
+    )
+    scorers = {
+        "process model": f"prm:{trained(directory, 'prm', process, jaxrl_lm.train_prm)}",
+        f"outcome model, the same {len(outcomes)} completions": "reward_model:"
+        + trained(directory, "orm", outcome("orm", outcomes), jaxrl_lm.train_reward),
+        f"outcome model, as many samples ({len(many)})": "reward_model:"
+        + trained(directory, "orm_many", outcome("orm_many", many), jaxrl_lm.train_reward),
+    }
+    table, chosen, ks = [], [], None
+    for name, scorer in scorers.items():
+        for credit in ("last", "min", "product", "mean") if scorer.startswith("prm:") else ("last",):
+            output = directory / "search.json"
+            found = run_search(
+                SearchConfig(
+                    model=files["model"], dataset=files["test"], reward=(REWARD,), scorer=scorer, credit=credit,
+                    num_generations=16, prompts_per_step=32, max_completion_length=LENGTH, seed=2, output=str(output),
+                    answer_function="jaxrl_lm.lab.task:marked_number",
+                )  # fmt: skip
+            )
+            ks, records = found["n"], json.loads(output.read_text())["records"]
+            title = f"{name}, {credit}" if scorer.startswith("prm:") else name
+            table.append((title, *(f"{x:.3f}" for x in found["best_of_n"])))
+            problems = {row["prompt"]: row for row in read(files["test"])}
+            best = [max(range(16), key=lambda n, r=record: r["scores"][n]) for record in records]
+            picks = [(problems[r["prompt"]], r["completions"][n]) for r, n in zip(records, best, strict=True)]
+            chosen.append((title, flawed_share(picks)))
+    every = [(problems[record["prompt"]], text) for record in records for text in record["completions"]]
+    table += [(name, *(f"{x:.3f}" for x in found[key])) for name, key in (("majority", "majority"), ("pass@n", "pass@n"))]
+    show("Held-out accuracy of the chosen completion of n", ("scorer", *(f"n = {k}" for k in ks)), table)
+    show(
+        "Right answers with a wrong step",
+        ("chosen by", "share"),
+        [("nothing (every sample)", flawed_share(every)), *chosen],
+    )
+
+
+# --- reinforcement learning -------------------------------------------------------------------------------------------
+
+STEPS = "jaxrl_lm.lab.task:lab_step_rewards"
+PROMPTS, GROUP = 16, 8
+
+
+def options(files: dict[str, str], output: Path, seed: int, **changes) -> dict:
+    return {
+        "model": files["model"], "dataset": files["train"], "eval_dataset": {"test": files["test"]}, "reward": (REWARD,),
+        "output_dir": str(output), "seed": seed, "prompts_per_step": PROMPTS, "num_generations": GROUP,
+        "max_completion_length": LENGTH, "learning_rate": 3e-4, "max_steps": 60, "eval_steps": 5, "eval_num_generations": 7,
+        "probe_prompts": 0, "completions_steps": 0, "save_steps": 0, "logging_steps": 60, "preset": "grpo",
+    } | changes  # fmt: skip
+
+
+def samples_to(history: list[dict], accuracy: float) -> float:
+    """Completions sampled until the held-out pass@1 first reached the accuracy; infinite where it never did."""
+    steps = [row["step"] for row in history if row.get("eval/test/pass@1", 0.0) >= accuracy]
+    return steps[0] * PROMPTS * GROUP if steps else float("inf")
+
+
+ARMS = {
+    "outcome alone": {},
+    "outcome + right steps, sum to go": {"step_reward": STEPS},
+    "outcome + right steps, mean": {"step_reward": STEPS, "step_credit": "mean"},
+}
+
+
+def rl(directory: Path, files: dict[str, str], seeds: int = 5, accuracy: float = 0.70) -> None:
+    """GRPO with the verifier's outcome, and with a program's verdict on each step beside it."""
+    table, curves = [], {}
+    for name, changes in ARMS.items():
+        runs, texts = [], []
+        for seed in range(seeds):
+            output = directory / f"rl_{changes.get('step_credit', len(changes))}_{seed}"
+            if not (output / "checkpoints" / "60").exists():
+                jaxrl_lm.train(jaxrl_lm.GRPOConfig(**options(files, output, seed, **changes)))
+            runs.append(load_metrics(output / "metrics.jsonl"))
+        drawn = run_generate(
+            jaxrl_lm.GenerateConfig(
+                model=str(output), dataset=files["test"], num_generations=8, prompts_per_step=32,
+                max_completion_length=LENGTH,
+            )  # fmt: skip
+        )
+        texts = [(row, text) for row in drawn for text in row["completions"]]
+        needed = [samples_to(run, accuracy) for run in runs]
+        last = [run[-1]["eval/test/pass@1"] for run in runs]
+        spread = lambda values, form: f"{form.format(min(values))} to {form.format(max(values))}"
+        table.append((name, spread(needed, "{:.0f}"), spread(last, "{:.3f}"), flawed_share(texts)))
+        curves[name] = runs
+    show(
+        f"Samples to a held-out pass@1 of {accuracy}, {seeds} seeds (range)",
+        ("reward", "samples", "pass@1 at the end", "right answers with a wrong step"),
+        table,
+    )
+
+    def draw(figure) -> None:
+        axes = figure.subplots()
+        for color, (name, runs) in enumerate(curves.items()):
+            for number, run in enumerate(runs):
+                rows = [row for row in run if "eval/test/pass@1" in row]
+                at = [row["step"] * PROMPTS * GROUP for row in rows]
+                axes.plot(at, [row["eval/test/pass@1"] for row in rows], f"C{color}", label=None if number else name)
+        axes.axhline(accuracy, color="grey", linestyle=":")
+        axes.set(xlabel="completions sampled", ylabel="held-out pass@1")
+        axes.legend()
+
+    save_figure(str(directory / "process_rl.png"), draw, width=6)
+
+
+def credit(directory: Path, files: dict[str, str]) -> None:
+    """Every way of credit with both methods, on problems of two digits and of three (one more than the start has seen)."""
+    table = []
+    splits = {"easy": files["test"], "hard": files["ood"]}
+    for method, config_class, own in (
+        ("group", jaxrl_lm.GRPOConfig, {}),
+        ("PPO", PPOConfig, {"preset": "ppo", "num_generations": 1, "prompts_per_step": PROMPTS * GROUP, "num_iterations": 2,
+                            "critic_warmup_steps": 3}),
+    ):  # fmt: skip
+        for name in ("none", "sum-to-go", "mean", "min", "product", "last"):
+            steps = {} if name == "none" else {"step_reward": STEPS, "step_credit": name}
+            output = directory / f"credit_{method}_{name}"
+            changes = {**own, **steps, "max_steps": 30, "eval_steps": 30, "eval_dataset": splits}
+            if not (output / "checkpoints" / "30").exists():
+                jaxrl_lm.train(config_class(**options(files, output, 0, **changes)))
+            history = load_metrics(output / "metrics.jsonl")
+            at = lambda split, run=history: f"{run[0][f'eval/{split}/pass@1']:.3f} -> {run[-1][f'eval/{split}/pass@1']:.3f}"
+            table.append((method, "outcome alone" if name == "none" else name, at("easy"), at("hard")))
+    show("30 steps of 128 completions, pass@1", ("method", "credit of steps", "two digits", "three digits"), table)
+
+
+if __name__ == "__main__":
+    place = Path(sys.argv[2])
+    {"prm": prm, "rl": rl, "credit": credit}[sys.argv[1]](place, small_start(place))

@@ -1,0 +1,87 @@
+"""Rewards of steps inside a run: computed once on the rows that are learned from, placed on tokens, and measured.
+
+The protocol of the functions is `rewards/steps.py`, what becomes of the rewards `credit.py`.
+"""
+
+import math
+from collections.abc import Sequence
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jaxtyping import Bool, Float32, Shaped
+
+from jaxrl_lm import algos
+from jaxrl_lm.evaluate import CORRECT
+from jaxrl_lm.rewards import RewardFunction, RowSteps, columns_of, compute_step_rewards, step_tokens
+from jaxrl_lm.rollout import Sampled
+
+
+class StepRewards(NamedTuple):
+    """The steps of sampled rows. Rows that fill the batch have none."""
+
+    steps: list[RowSteps]  # of each real row, by characters; None: the function does not apply
+    rewards: Float32[np.ndarray, "N T"]  # at the last token of each step, 0 elsewhere
+    ends: Bool[np.ndarray, "N T"]
+    merged: int  # steps that ended on the token of a later one, which stands for both
+
+
+def score_steps(
+    function: RewardFunction, sampled: Sampled, *, group_size: int, tokenizer: Any, chances: bool
+) -> StepRewards:
+    """What the function gives the rows, on their tokens. Raises RewardError as `compute_step_rewards`."""
+    steps = compute_step_rewards(
+        function,
+        prompts=sampled.prompts,
+        completions=sampled.texts,
+        completion_ids=sampled.completion_ids,
+        columns=columns_of(sampled.rows),
+        group_ids=[row // group_size for row in range(sampled.count)],
+        chances=chances,
+    )
+    return place_steps(steps, sampled, tokenizer)
+
+
+def place_steps(steps: Sequence[RowSteps], sampled: Sampled, tokenizer: Any) -> StepRewards:
+    """The steps on the tokens that they end with; of several on one token the last one counts."""
+    mask = np.asarray(jax.device_get(sampled.rollout.action_mask))
+    rewards, ends, merged = np.zeros(mask.shape, np.float32), np.zeros(mask.shape, bool), 0
+    for row, (found, ids, text) in enumerate(zip(steps, sampled.completion_ids, sampled.texts, strict=True)):
+        if not found:
+            continue
+        tokens = step_tokens(ids, text, [end for end, _ in found], tokenizer)
+        paid = dict(zip(tokens, (value for _, value in found), strict=True))  # the later one of a token stays
+        columns = np.flatnonzero(mask[row])[list(paid)]
+        rewards[row, columns], ends[row, columns] = list(paid.values()), True
+        merged += len(found) - len(paid)
+    return StepRewards(list(steps), rewards, ends, merged)
+
+
+def step_metrics(
+    found: StepRewards, returns: Shaped[np.ndarray, " n"], valid: Bool[np.ndarray, " n"], threshold: float = CORRECT
+) -> dict[str, float]:
+    """How many steps rows have, what they are paid, and whether their number rises with the return.
+
+    Right rows are valid ones with a return of at least the threshold; a wrong step has a reward below it. NaN where
+    there is nothing to divide by, or no spread to correlate. Rows that the function does not apply to are counted in
+    `steps/abstained_share` alone.
+    """
+    applies = np.array([steps is not None for steps in found.steps], bool)
+    counts = np.array([len(steps or ()) for steps in found.steps])
+    values = [value for steps in found.steps for _, value in steps or ()]
+    wrong = np.array([any(value < threshold for _, value in steps or ()) for steps in found.steps], bool)
+    judged = applies & valid
+    right = judged & (returns >= threshold)
+    mean = lambda x, inside: float(x[inside].mean()) if inside.any() else math.nan
+    sums = algos.moments(jnp.asarray(counts, jnp.float32), jnp.asarray(returns, jnp.float32), jnp.asarray(judged))
+    return {
+        "steps/mean_count": mean(counts, applies),
+        "steps/mean_count_right": mean(counts, right),
+        "steps/mean_count_wrong": mean(counts, judged & ~right),
+        "steps/mean_reward": float(np.mean(values)) if values else math.nan,
+        "steps/count_reward_correlation": float(algos.correlation(sums)),
+        "steps/wrong_step_share_of_right": mean(wrong, right),
+        "steps/abstained_share": float((~applies).mean()),
+        "steps/merged_share": found.merged / len(values) if values else math.nan,
+    }
