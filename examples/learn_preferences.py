@@ -52,34 +52,35 @@ def write(path: Path, rows: list[dict]) -> str:
     return str(path)
 
 
-def comparisons(rows: list[dict], *, least_gap: float = 0.0, seed: int = 0) -> list[dict]:
-    """Two random completions of each prompt that the gold score tells apart."""
+def comparisons(rows: list[dict], *, each: int = 1, least_gap: float = 0.0, seed: int = 0) -> list[dict]:
+    """Up to `each` random pairs of completions of every prompt that the gold score tells apart."""
     rng, found = random.Random(seed), []
     for row in rows:
-        order = rng.sample(range(len(row["gold"])), len(row["gold"]))
-        pairs = [(i, j) for i in order for j in order if row["gold"][i] > row["gold"][j] + least_gap]
-        if pairs:
-            i, j = pairs[0]
+        count = len(row["gold"])
+        pairs = [(i, j) for i in range(count) for j in range(count) if row["gold"][i] > row["gold"][j] + least_gap]
+        for i, j in rng.sample(pairs, min(each, len(pairs))):
             found.append({"prompt": row["prompt"], "chosen": row["completions"][i], "rejected": row["completions"][j]})
     return found
 
 
 def reward(directory: Path, files: dict[str, str]) -> None:
-    """Bradley–Terry on 2000 prompts' comparisons, held out on the test problems."""
-    held = write(directory / "pairs_test.jsonl", comparisons(samples(files["model"], files["test"], limit=128, count=8)))
-    told = comparisons(samples(files["model"], files["train"], limit=3000, count=4))
+    """Bradley–Terry on comparisons of the model's completions of the training problems, held out on the test problems."""
+    tests = samples(files["model"], files["test"], limit=128, count=8)
+    held = write(directory / "pairs_test.jsonl", comparisons(tests, each=4))
+    told = comparisons(samples(files["model"], files["train"], limit=6000, count=6), each=4)
     config = jaxrl_lm.RewardConfig(
         model=files["model"],
         dataset=write(directory / "pairs_train.jsonl", told),
         eval_dataset={"test": held},
         output_dir=str(directory / "reward"),
         rows_per_step=64,
-        max_steps=300,
+        max_steps=600,
         learning_rate=1e-3,
         lr_scheduler="linear",
-        eval_steps=25,
+        eval_limit=512,
+        eval_steps=50,
         save_steps=0,
-        logging_steps=50,
+        logging_steps=100,
     )
     if not (directory / "reward_model").exists():
         jaxrl_lm.train_reward(config)

@@ -80,12 +80,19 @@ def prm(directory: Path, files: dict[str, str]) -> None:
     more = summary["completions"] + 8 * summary["prefixes"]
     drawn = run_generate(
         jaxrl_lm.GenerateConfig(
-            model=files["model"], dataset=files["train"], limit=more // 8, num_generations=8, prompts_per_step=64,
-            max_completion_length=LENGTH, seed=1,
-        )  # fmt: skip
+            model=files["model"],
+            dataset=files["train"],
+            limit=more // 8,
+            num_generations=8,
+            prompts_per_step=64,
+            max_completion_length=LENGTH,
+            seed=1,
+        )
     )
     judge = lambda row, text: float(check(Problem(tuple(row["operands"])), text).correct)
-    many = [{"prompt": r["prompt"], "completion": t, "label": judge(r, t)} for r in drawn for t in r["completions"] if t]
+    many = [
+        {"prompt": r["prompt"], "completion": t, "label": judge(r, t)} for r in drawn for t in r["completions"] if t
+    ]
     shared = {
         "model": files["model"], "rows_per_step": 64, "max_steps": 400, "learning_rate": 1e-3, "lr_scheduler": "linear",
         "eval_steps": 0, "save_steps": 0, "logging_steps": 100,
@@ -94,7 +101,10 @@ def prm(directory: Path, files: dict[str, str]) -> None:
         dataset=stepwise, output_dir=str(directory / "prm"), step_separator=SEPARATOR, **shared
     )
     outcome = lambda name, data: jaxrl_lm.RewardConfig(
-        dataset=write(directory / f"{name}.jsonl", data), output_dir=str(directory / name), loss_type="outcome", **shared
+        dataset=write(directory / f"{name}.jsonl", data),
+        output_dir=str(directory / name),
+        loss_type="outcome",
+        **shared,
     )
     scorers = {
         "process model": f"prm:{trained(directory, 'prm', process, jaxrl_lm.train_prm)}",
@@ -109,10 +119,17 @@ def prm(directory: Path, files: dict[str, str]) -> None:
             output = directory / "search.json"
             found = run_search(
                 SearchConfig(
-                    model=files["model"], dataset=files["test"], reward=(REWARD,), scorer=scorer, credit=credit,
-                    num_generations=16, prompts_per_step=32, max_completion_length=LENGTH, seed=2, output=str(output),
-                    answer_function="jaxrl_lm.lab.task:marked_number",
-                )  # fmt: skip
+                    model=files["model"],
+                    dataset=files["test"],
+                    reward=(REWARD,),
+                    scorer=scorer,
+                    credit=credit,
+                    num_generations=16,
+                    prompts_per_step=32,
+                    max_completion_length=LENGTH,
+                    seed=2,
+                    output=str(output),
+                )
             )
             ks, records = found["n"], json.loads(output.read_text())["records"]
             title = f"{name}, {credit}" if scorer.startswith("prm:") else name
@@ -122,7 +139,9 @@ def prm(directory: Path, files: dict[str, str]) -> None:
             picks = [(problems[r["prompt"]], r["completions"][n]) for r, n in zip(records, best, strict=True)]
             chosen.append((title, flawed_share(picks)))
     every = [(problems[record["prompt"]], text) for record in records for text in record["completions"]]
-    table += [(name, *(f"{x:.3f}" for x in found[key])) for name, key in (("majority", "majority"), ("pass@n", "pass@n"))]
+    table += [
+        (name, *(f"{x:.3f}" for x in found[key])) for name, key in (("majority", "majority"), ("pass@n", "pass@n"))
+    ]
     show("Held-out accuracy of the chosen completion of n", ("scorer", *(f"n = {k}" for k in ks)), table)
     show(
         "Right answers with a wrong step",
@@ -171,9 +190,12 @@ def rl(directory: Path, files: dict[str, str], seeds: int = 5, accuracy: float =
             runs.append(load_metrics(output / "metrics.jsonl"))
         drawn = run_generate(
             jaxrl_lm.GenerateConfig(
-                model=str(output), dataset=files["test"], num_generations=8, prompts_per_step=32,
+                model=str(output),
+                dataset=files["test"],
+                num_generations=8,
+                prompts_per_step=32,
                 max_completion_length=LENGTH,
-            )  # fmt: skip
+            )
         )
         texts = [(row, text) for row in drawn for text in row["completions"]]
         needed = [samples_to(run, accuracy) for run in runs]
@@ -217,7 +239,9 @@ def credit(directory: Path, files: dict[str, str]) -> None:
             if not (output / "checkpoints" / "30").exists():
                 jaxrl_lm.train(config_class(**options(files, output, 0, **changes)))
             history = load_metrics(output / "metrics.jsonl")
-            at = lambda split, run=history: f"{run[0][f'eval/{split}/pass@1']:.3f} -> {run[-1][f'eval/{split}/pass@1']:.3f}"
+            at = lambda split, run=history: (
+                f"{run[0][f'eval/{split}/pass@1']:.3f} -> {run[-1][f'eval/{split}/pass@1']:.3f}"
+            )
             table.append((method, "outcome alone" if name == "none" else name, at("easy"), at("hard")))
     show("30 steps of 128 completions, pass@1", ("method", "credit of steps", "two digits", "three digits"), table)
 

@@ -7,6 +7,7 @@ the policy as it was at the first of them. The sampling is that of reinforcement
 
 import inspect
 import math
+import numbers
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any, NamedTuple
 
@@ -56,9 +57,18 @@ def open_online(config: DPOConfig, basis: Basis, dataset: Any, reward_functions)
     """Prompts, sampler and rewards. Raises ValueError, naming option, file or row, for what does not fit."""
     if config.num_generations < 2:
         raise ValueError(f"num_generations={config.num_generations}: a pair needs at least 2 samples of a prompt")
-    for name, least in (("refresh_steps", 1), ("max_completion_length", 1)):
-        if getattr(config, name) < least:
-            raise ValueError(f"{name}={getattr(config, name)}: must be at least {least}")
+    for name in ("refresh_steps", "max_completion_length", "prompts_per_step", "eval_num_generations"):
+        if getattr(config, name) < 1:
+            raise ValueError(f"{name}={getattr(config, name)}: must be at least 1")
+    if config.prompts_per_step % basis.plan.batch_ways:
+        raise ValueError(
+            f"prompts_per_step={config.prompts_per_step} is not divisible by the {basis.plan.batch_ways} devices of the "
+            "mesh's batch axes"
+        )
+    if config.temperature <= 0:
+        raise ValueError(f"temperature={config.temperature}: pairs are of different samples, so it must be above 0")
+    if config.judge is not None and config.reward_weights:
+        raise ValueError("reward_weights: belongs to reward, not to judge; leave it out")
     given = reward_functions if reward_functions is not None else config.reward
     given, eval_given = open_reward_models(given, config.eval_reward_functions, plan=basis.plan, dtype=config.dtype)
     rewards = resolve_all(given, config.reward_weights) if given else ()
@@ -275,15 +285,19 @@ def win_rates(
     first, second = ([index for index, _ in pairs], [index for _, index in pairs])
     texts = lambda rows: [sampled.texts[row] for row in rows]
     columns = {key: [values[row] for row in first] for key, values in columns_of(sampled.rows).items()}
-    answers = judge(
-        prompts=[sampled.prompts[row] for row in first], completions=texts(first), others=texts(second), **columns
-    )
-    if inspect.isawaitable(answers):
+    if inspect.iscoroutinefunction(judge):
         raise RewardError(f"judge {name}: an async judge is not supported; return a list")
+    prompts = [sampled.prompts[row] for row in first]
+    try:
+        answers = judge(prompts=prompts, completions=texts(first), others=texts(second), **columns)
+    except Exception as error:
+        raise RewardError(f"judge {name}: {type(error).__name__}: {error}") from error
+    if not isinstance(answers, Sequence | np.ndarray):
+        raise RewardError(f"judge {name}: returned {answers!r}, not a list")
     if len(answers) != len(pairs):
         raise RewardError(f"judge {name}: {len(answers)} answers for {len(pairs)} pairs")
     for row, answer in enumerate(answers):
-        if not 0.0 <= float(answer) <= 1.0:
+        if not isinstance(answer, numbers.Real) or not 0.0 <= answer <= 1.0:
             raise RewardError(f"judge {name}: pair {row}: {answer!r} is no probability")
     rates = np.asarray(answers, np.float64).reshape(count, group, group - 1).mean(axis=2)
     return rates, np.ones(rates.shape, bool)

@@ -30,12 +30,15 @@ class ToolOptions(SamplingOptions, PromptOptions, MachineOptions):
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class MakeTracesConfig(ToolOptions):
-    """Options of writing a teacher's accepted completions as rows for sft."""
+    """Options of writing a model's judged completions as rows to train on."""
 
     output: str
     """JSONL file for the rows; a summary goes to <output>.summary.json."""
+    write: Literal["completions", "pairs", "outcomes"] = "completions"
+    """Accepted completions (sft), the best against the worst of a prompt (dpo, reward), or all of them with labels
+    (reward --loss_type outcome)."""
     min_reward: float = 0.5
-    """A completion is accepted from this verdict up."""
+    """A completion is accepted, or labelled right, from this verdict up."""
     keep_per_prompt: int | None = None
     """The best so many of a prompt, of equal ones the first; None: all that are accepted."""
     deduplicate: bool = True

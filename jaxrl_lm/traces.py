@@ -1,4 +1,5 @@
-"""Rejection sampling: a teacher's completions that a verifier accepts, as prompt-completion rows for `sft`.
+"""Rejection sampling: a teacher's completions that a verifier accepts, as prompt-completion rows for `sft`; or the best
+against the worst of each prompt as pairs, or all of them with the verdict as their label.
 
 Sources: RAFT (Dong et al., 2023) and ReST-EM (Singh et al., 2023) for keeping what is accepted; STaR (Zelikman et al.,
 2022) for the second try with a hint. `keep` is the rule on one prompt's completions, `rejection_sample` the loop.
@@ -27,9 +28,15 @@ REASONS = (
     "rejected",
     "duplicates",
     "beyond_keep_per_prompt",
+    "unpaired",
 )
 """Why a completion is left out, in the order in which the rules are asked."""
 
+_NOTHING = {
+    "completions": "no completion was accepted",
+    "pairs": "no prompt has completions of different verdicts",
+    "outcomes": "no completion was judged",
+}
 _FIELD = re.compile(r"\{([A-Za-z_]\w*)\}")
 
 
@@ -88,7 +95,7 @@ def _refusal(candidate: Candidate, config: MakeTracesConfig) -> str | None:
         return "format"
     if math.isnan(candidate.value):
         return "unjudged"
-    return "rejected" if candidate.value < config.min_reward else None
+    return "rejected" if config.write == "completions" and candidate.value < config.min_reward else None
 
 
 # --- hints ------------------------------------------------------------------------------------------------------------
@@ -175,6 +182,7 @@ def rejection_sample(
         helped = attempt(hints, again, True)
         asked.update(hints.places)
     summary = {"rows": len(rows), "prompts": len(asked), "prompts_without": len(asked - solved - helped)}
+    summary["written"] = len(found)
     names = ("sampled", "tokens", "accepted", *REASONS)
     names += ("hinted_prompts", "hinted_accepted") if hints is not None else ()
     return Traces(found, summary | {name: counts[name] for name in names})
@@ -195,16 +203,38 @@ def _traces(
         ]
         kept, left_out = keep(candidates, config)
         counts.update(left_out)
-        traces += [_trace(sampled.rows[start], candidates[index], place, hinted) for index in kept]
-    counts["accepted"] = len(traces)
+        written = written_rows(sampled.rows[start], candidates, kept, place, hinted, config)
+        if config.write == "pairs":
+            counts["unpaired"] += len(kept) - 2 * len(written)
+        counts["accepted"] += 2 * len(written) if config.write == "pairs" else len(written)
+        traces += written
     counts["hinted_accepted"] = len(traces) if hinted else 0
     return traces, counts
 
 
-def _trace(row: Row, candidate: Candidate, place: int, hinted: bool) -> Row:
-    plain = isinstance(row["prompt"], str)
-    completion = candidate.text if plain else [{"role": "assistant", "content": candidate.text}]
-    return {**row, "completion": completion, "score": candidate.value, "row": place, "hinted": hinted}
+def written_rows(
+    row: Row, candidates: Sequence[Candidate], kept: list[int], place: int, hinted: bool, config: MakeTracesConfig
+) -> list[Row]:
+    """A prompt's rows, as `write` says."""
+    text = lambda index: candidates[index].text
+    response = lambda index: text(index) if isinstance(row["prompt"], str) else [_assistant(text(index))]
+    value = lambda index: candidates[index].value
+    marks = {"row": place, "hinted": hinted}
+    if config.write == "completions":
+        return [{**row, "completion": response(n), "score": value(n), **marks} for n in kept]
+    if config.write == "outcomes":
+        right = lambda n: value(n) >= config.min_reward
+        return [{**row, "completion": response(n), "label": right(n), "score": value(n), **marks} for n in kept]
+    if not kept or max(map(value, kept)) == min(map(value, kept)):
+        return []
+    best, worst = max(kept, key=value), min(kept, key=value)
+    return [
+        {**row, "chosen": response(best), "rejected": response(worst), "margin": value(best) - value(worst), **marks}
+    ]
+
+
+def _assistant(text: str) -> dict[str, str]:
+    return {"role": "assistant", "content": text}
 
 
 def _check(config: MakeTracesConfig) -> None:
@@ -220,6 +250,10 @@ def _check(config: MakeTracesConfig) -> None:
             re.compile(config.format)
         except re.error as error:
             raise ValueError(f"format={config.format!r} is not a regular expression: {error}") from error
+    if config.write != "completions" and (config.hint_template is not None or config.keep_per_prompt is not None):
+        raise ValueError(
+            f"write={config.write!r} keeps right and wrong completions alike: leave hint_template and keep_per_prompt out"
+        )
     if config.hint_template is not None and "{prompt}" not in config.hint_template:
         raise ValueError(f"hint_template={config.hint_template!r}: it must hold {{prompt}}")
 
@@ -244,9 +278,7 @@ def run_make_traces(config: MakeTracesConfig) -> dict[str, int]:
     output.with_name(output.name + ".summary.json").write_text(json.dumps(summary, indent=2) + "\n")
     if not summary["accepted"]:
         partial.unlink()
-        raise ValueError(
-            f"traces: no completion was accepted, nothing is written to {output}: {traces_message(summary)}"
-        )
+        raise ValueError(f"traces: {_NOTHING[config.write]}, nothing is written to {output}: {traces_message(summary)}")
     partial.replace(output)
     return summary
 

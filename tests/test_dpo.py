@@ -1,5 +1,6 @@
 """Training on given preferences: the loss and gradient of torch in float64, references of every kind, resumed, exported."""
 
+import dataclasses
 import json
 import math
 
@@ -17,7 +18,7 @@ from jaxrl_lm import DPOConfig, train_dpo
 from jaxrl_lm.assemble import lora_of
 from jaxrl_lm.cli import main
 from jaxrl_lm.data import batch_indices
-from jaxrl_lm.dpo import parts_of, prepare_dpo
+from jaxrl_lm.dpo import check, parts_of, prepare_dpo
 from jaxrl_lm.fit import updates
 from jaxrl_lm.lab.task import demonstration_rows, make_problems
 from jaxrl_lm.models import load, merge, save
@@ -356,29 +357,27 @@ def test_log_probs_of_the_reference_computed_beforehand_change_no_bit(options, f
 
 
 def test_an_adapter_is_compared_with_the_weights_below_it_and_exported_merged(options, rows, model, tmp_path):
-    """Of four steps the third is torch's on the merged weights; the export is the merged weights of the last."""
-    run = train_dpo(
-        options(lora_rank=4, save_steps=1, save_total_limit=4, max_steps=4, output_dir=str(tmp_path / "run")),
-        dataset=rows,
-    )
-    first, _, third, _ = run.metrics
-    assert first["loss"] == np.float32(LN2)
-    assert first["rewards/margins"] == 0.0
-    assert first["grad_norm"] > 1e-3
+    """Two steps, whose merged weights are exported, and a third one, resumed, that is torch's on the export."""
+    config = options(lora_rank=4, max_steps=2, output_dir=str(tmp_path / "run"))
+    run = train_dpo(config, dataset=rows)
+    assert run.metrics[0]["loss"] == np.float32(LN2)
+    assert run.metrics[0]["rewards/margins"] == 0.0
+    assert run.metrics[0]["grad_norm"] > 1e-3
     assert run.frozen.reference is None
     _, base, _ = load(model)
     jax.tree.map(np.testing.assert_array_equal, jax.device_get(run.frozen.base), base)
-    for step in (2, 4):
-        main(["export", "--run", str(run.directory), "--step", str(step), "--directory", str(tmp_path / str(step))])
-    sides = prepare_dpo(options(), dataset=rows)
-    loss, _ = torch_step(tmp_path / "2", model, batch_of(sides, 3), sigmoid_loss)
+    main(["export", "--run", str(run.directory), "--directory", str(tmp_path / "out")])
+    merged = jax.device_get(merge(run.frozen.base, run.state.params["policy"], lora_of(config)))
+    exported = load(tmp_path / "out")[1]
+    jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, atol=1e-6), exported, merged)
+    kernel = lambda params: np.asarray(params["layers"]["attn"]["q_proj"]["kernel"])
+    assert np.abs(kernel(exported) - kernel(base)).max() > 1e-3
+    (third,) = train_dpo(dataclasses.replace(config, max_steps=3), dataset=rows).metrics
+    batch = batch_of(prepare_dpo(options(), dataset=rows), 3)
+    loss, _ = torch_step(tmp_path / "out", model, batch, sigmoid_loss)
+    assert third["step"] == 3
     assert third["loss"] == pytest.approx(loss, rel=1e-5)
     assert abs(loss - LN2) > 0.02
-    merged = merge(run.frozen.base, run.state.params["policy"], lora_of(options(lora_rank=4)))
-    close = lambda a, b: np.testing.assert_allclose(a, b, atol=1e-6)
-    jax.tree.map(close, load(tmp_path / "4")[1], jax.device_get(merged))
-    kernel = lambda params: np.asarray(params["layers"]["attn"]["q_proj"]["kernel"])
-    assert np.abs(kernel(merged) - kernel(base)).max() > 1e-4
 
 
 # --- rows with a catch --------------------------------------------------------------------------------------------------
@@ -474,9 +473,9 @@ def test_options_that_do_not_fit(changes, message, options, rows):
         prepare_dpo(options(**changes), dataset=rows)
 
 
-def test_kto_needs_another_row_to_compare_with(options, judged):
+def test_kto_needs_another_row_to_compare_with(options):
     with pytest.raises(ValueError, match="rows_per_step=1: loss_type=kto compares each row with the next one"):
-        prepare_dpo(options(loss_type=("kto",), rows_per_step=1, mesh={"fsdp": 1, "tensor": 8}), dataset=judged)
+        check(options(loss_type=("kto",), rows_per_step=1), 1)
 
 
 def test_a_reference_of_another_shape_is_refused(options, rows, tmp_path):

@@ -16,7 +16,7 @@ from jaxrl_lm.inference import run_generate
 from jaxrl_lm.lab.tokenizer import lab_tokenizer
 from jaxrl_lm.options import to_toml
 from jaxrl_lm.tools_config import MakeTracesConfig
-from jaxrl_lm.traces import REASONS, Candidate, hinted_prompt, keep, run_make_traces, traces_message
+from jaxrl_lm.traces import REASONS, Candidate, hinted_prompt, keep, run_make_traces, traces_message, written_rows
 
 MESH = {"data": 2, "fsdp": 2, "tensor": 2}
 CHAT = "{% for m in messages %}{{ m['content'] }}{% endfor %}"
@@ -104,6 +104,27 @@ def test_the_first_rule_that_fails_counts():
     order += [("format", {"drop_truncated": False, "min_completion_tokens": 0})]
     for reason, changes in order:
         assert keep([bad], config(format="x", **changes))[1] == {reason: 1}
+
+
+def test_what_is_written_by_hand():
+    """Of the rows 0 (0.5), 1 (0.49), 8 (0.9) and 9 (0.9): all with labels, or the first best against the worst."""
+    rules = {name: RULES[name] for name in RULES}
+    row = {"prompt": "1+2=", "answer": 3}
+    kept = lambda write: keep(TABLE, config(write=write, **rules))[0]
+    assert kept("pairs") == kept("outcomes") == [0, 1, 8, 9]
+    marks = {"row": 5, "hinted": False}
+    labelled = written_rows(row, TABLE, kept("outcomes"), 5, False, config(write="outcomes"))
+    assert labelled == [
+        {**row, "completion": TABLE[n].text, "label": TABLE[n].value >= 0.5, "score": TABLE[n].value, **marks}
+        for n in (0, 1, 8, 9)
+    ]
+    (pair,) = written_rows(row, TABLE, kept("pairs"), 5, False, config(write="pairs"))
+    assert pair == {**row, "chosen": "#7", "rejected": "#2", "margin": pytest.approx(0.41), **marks}
+    assert written_rows(row, TABLE, [8, 9], 5, False, config(write="pairs")) == []
+    assert written_rows(row, TABLE, [], 5, False, config(write="pairs")) == []
+    chat = {"prompt": [{"role": "user", "content": "1+2="}]}
+    (pair,) = written_rows(chat, TABLE, [1, 9], 5, False, config(write="pairs"))
+    assert pair["rejected"] == [{"role": "assistant", "content": "#2"}]
 
 
 # --- hints ------------------------------------------------------------------------------------------------------------
@@ -282,6 +303,10 @@ def test_mistakes_are_named_and_nothing_is_written(changes, message, model, data
 
 
 def test_no_accepted_completion_is_an_error_with_the_counts(model, dataset, tmp_path):
+    with pytest.raises(ValueError, match="write='pairs' keeps right and wrong completions alike"):
+        run_make_traces(config(model, dataset, tmp_path / "out.jsonl", write="pairs", keep_per_prompt=2))
+    with pytest.raises(ValueError, match="no prompt has completions of different verdicts"):
+        run_make_traces(config(model, dataset, tmp_path / "out.jsonl", write="pairs", reward=("test_traces:never",)))
     with pytest.raises(ValueError, match=r"no completion was accepted.*0 of 28 completions.*rejected\); 7 prompts"):
         run_make_traces(
             config(model, dataset, tmp_path / "out.jsonl", reward=("test_traces:never",), drop_truncated=False)
