@@ -138,6 +138,11 @@ def check_mix(config: GRPOConfig, ways: int, microbatches: int) -> None:
         raise ValueError("mix.dpo: give mix_dataset.dpo, rows with prompt, chosen and rejected")
     if config.mix_unsolved is not None and ("sft" not in config.mix or "sft" in config.mix_dataset):
         raise ValueError("mix_unsolved makes the rows of the stream sft: give mix.sft, and no mix_dataset.sft")
+    for name, default, read in (("mix_rows", 16, bool(config.mix)), ("mix_beta", 0.1, "dpo" in config.mix)):
+        if getattr(config, name) != default and not read:
+            raise ValueError(
+                f"{name}={getattr(config, name)} has no effect on the streams that are chosen: leave it out"
+            )
     if config.mix and (config.mix_rows < 1 or config.mix_rows % (ways * microbatches)):
         raise ValueError(
             f"mix_rows={config.mix_rows} does not divide into {microbatches} microbatches over {ways} devices"
@@ -153,6 +158,8 @@ def check_teacher(config: GRPOConfig) -> None:
                 raise ValueError(f"{name}={getattr(config, name)!r} has no effect without teacher: give one")
     elif config.critic != "none" or config.implicit_prm is not None:
         raise ValueError("teacher goes with methods that train the policy alone: leave critic and implicit_prm out")
+    elif config.teacher_beta != 0.5 and config.teacher_divergence != "jsd":
+        raise ValueError(f"teacher_beta={config.teacher_beta!r} has no effect without teacher_divergence='jsd'")
 
 
 def open_mix(
@@ -171,9 +178,10 @@ def open_mix(
     streams = []
     for name, weight in config.mix.items():
         rows, sources = told, None
+        other = f"mix_dataset.{name}" if name in config.mix_dataset else "mix_unsolved"
+        if told and name == "sft" and (name in config.mix_dataset or config.mix_unsolved is not None):
+            raise ValueError(f"{other} and rows of the dataset with loss=sft: give the stream one source")
         if name in config.mix_dataset:
-            if told and name == "sft":
-                raise ValueError("mix_dataset.sft and rows of the dataset with loss=sft: give the stream one source")
             rows = read_rows(config.mix_dataset[name], name=f"mix_dataset.{name}")
         elif config.mix_unsolved is not None:
             rows, sources = _solutions(config.mix_unsolved, prompts)

@@ -170,9 +170,9 @@ class OnlinePairs:
         with clock("generate"):
             decode_params = online.steps.prepare_decode(state.params["policy"], frozen.base)
         pairs: list[Pair] = []
-        scores, lengths, asked, tokens = [], [], 0, 0
-        while len(pairs) < needed and asked < MOST_BATCHES * needed:
-            count = min(config.prompts_per_step, needed - len(pairs))
+        scores, lengths, asked, tokens, most = [], [], 0, 0, MOST_BATCHES * needed
+        while len(pairs) < needed and asked < most:
+            count = min(config.prompts_per_step, needed - len(pairs), most - asked)
             indices = batch_indices(
                 len(online.prompts.ids), seed=config.seed, position=self._drawn, count=count
             ).tolist()

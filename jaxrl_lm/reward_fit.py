@@ -5,6 +5,8 @@ from a reward model. The loop is `fit.py`, the losses are `algos.reward_model_lo
 """
 
 import functools
+import math
+import numbers
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -96,6 +98,21 @@ def _stack(start: Start, members: int) -> Params:
     return jax.device_put(whole, basis.plan.tree(stacked(classifier_specs(basis.model), members)))
 
 
+def _check_margins(tables: Tables) -> None:
+    """Raises ValueError with the row for a margin that is no number, and for rows without one beside rows with one."""
+    named = {"dataset": tables.train} | {f"eval_dataset {name!r}": one for name, one in tables.held_out.items()}
+    for name, table in named.items():
+        margins = [row.get("margin") for row in table.data.rows]
+        if all(margin is None for margin in margins):
+            continue
+        for index, margin in enumerate(margins):
+            if not isinstance(margin, numbers.Real) or not math.isfinite(margin):
+                raise ValueError(
+                    f"{name}: 'margin' of row {index} of those kept is {margin!r}: every row needs a finite number, or "
+                    "none has one"
+                )
+
+
 class ComparisonBatches(Stateless):
     """Pairs for `ComparisonObjective`."""
 
@@ -133,6 +150,8 @@ def prepare_reward(config: RewardConfig, *, dataset: Any = None) -> Fit:
         "append_eos": config.append_eos,
         "long_rows": config.long_rows,
     }
+    if not 0.0 <= config.label_smoothing < 0.5:
+        raise ValueError(f"label_smoothing={config.label_smoothing}: must be at least 0 and below 0.5")
     if config.loss_type == "bradley_terry":
         encode = functools.partial(encode_comparisons, **options)
         objective = ComparisonObjective(
@@ -151,6 +170,8 @@ def prepare_reward(config: RewardConfig, *, dataset: Any = None) -> Fit:
     if config.members > 1:
         specs, params = stacked(specs, config.members), _stack(start, config.members)
     tables = make_tables(basis, encode, dataset)
+    if config.loss_type == "bradley_terry":
+        _check_margins(tables)
     return _fit("reward", start, params, specs, tables, objective, make_batch, batches)
 
 
@@ -158,6 +179,8 @@ def prepare_prm(config: PRMConfig, *, dataset: Any = None) -> Fit:
     """Everything before the first step. Raises ValueError, naming option, file or row, for what does not fit."""
     start = _open(config, labels=PROCESS_LABELS, bias=True)
     config, basis = start.basis.config, start.basis
+    if not config.step_separator:
+        raise ValueError("step_separator must not be empty: a model without one could not be exported")
     encode = functools.partial(
         encode_steps,
         tokenizer=basis.tokenizer,

@@ -45,7 +45,7 @@ def picky(*, completions, answer, **_):
     return [value if total % 3 == 0 else 0.0 for value, total in zip(values, answer, strict=True)]
 
 
-def prefers_digits(prompts, completions, others, answer):
+def prefers_digits(*, prompts, completions, others, answer, **_):
     """P(first is preferred), a little more where the answer is even; not a difference of two rewards."""
     first, second = digits(completions=completions), digits(completions=others)
     sharp = [4.0 + total % 2 for total in answer]
@@ -274,6 +274,7 @@ def test_a_judge_may_return_an_array():
 def torch_step(model, pairs):
     """DPO's loss and gradient norm in float64, the policy being its own reference."""
     network = AutoModelForCausalLM.from_pretrained(model, dtype=torch.float64)
+    network.get_input_embeddings().padding_idx = None  # it is sampled too, and torch would leave out its gradient
 
     def log_ratio(ids, begin):
         logprobs = torch.log_softmax(network(torch.tensor([ids])).logits[0], -1)
@@ -430,7 +431,9 @@ def test_a_judge_ranks_the_samples(options, prompts):
         begin = row - row % GROUP
         others = [n for n in range(begin, begin + GROUP) if n != row]
         answer = prompts[indices[row // GROUP]]["answer"]
-        one = lambda n: prefers_digits([""], [found.texts[row]], [found.texts[n]], [answer])[0]
+        one = lambda n: prefers_digits(
+            prompts=[""], completions=[found.texts[row]], others=[found.texts[n]], answer=[answer]
+        )[0]
         return np.mean([one(n) for n in others])
 
     expected = by_hand(sampled, setup.source._online.prompts, indices, rate)
@@ -459,7 +462,7 @@ def test_a_judge_ranks_the_samples(options, prompts):
         ({"reward_weights": (1.0, 2.0)}, "reward_weights has 2 values for 1 reward functions"),
         ({"reward": (), "judge": "test_online_pairs:constant", "reward_weights": (2.0,)}, "reward_weights: belongs to"),
         ({"reward": ("digit",)}, "reward='digit' is unknown; did you mean"),
-        ({"reward": (), "judge": "test_online_pairs:missing"}, "judge='test_online_pairs:missing'"),
+        ({"reward": (), "judge": "test_online_pairs:missing"}, "judge: 'test_online_pairs:missing': test_online_pairs has no 'missing'"),
         ({"prompt_buckets": (4,)}, "prompt_buckets"),
         ({"reward": ("test_online_pairs:digits",), "judge": "a:b"}, "refresh_steps: give either reward or judge"),
         ({"reward": ()}, "refresh_steps: give either reward or judge"),
