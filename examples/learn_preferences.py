@@ -7,7 +7,6 @@
 All start from one model (`jaxrl_lm/lab/small.py`), made on the first call. docs/results.md holds what these printed.
 """
 
-import dataclasses
 import json
 import random
 import sys
@@ -21,7 +20,7 @@ from jaxrl_lm.config import EvalConfig
 from jaxrl_lm.data import pad_rows
 from jaxrl_lm.inference import load_any, run_eval, run_export, run_generate
 from jaxrl_lm.lab.run import REWARD
-from jaxrl_lm.lab.small import SMALL, small_start
+from jaxrl_lm.lab.small import SCORER, small_start
 from jaxrl_lm.lab.task import lab_answer, lab_steps
 from jaxrl_lm.prepare import build_plan
 from jaxrl_lm.report import load_metrics
@@ -64,18 +63,13 @@ def comparisons(rows: list[dict], *, each: int = 1, least_gap: float = 0.0, seed
     return found
 
 
-def careful(directory: Path) -> str:
-    """A model of the same shape that has learned right working, whose expectations a reward model can compare with."""
-    return small_start(directory / "careful", dataclasses.replace(SMALL, slip=0.0, drop=0.0, skip=0.0))["model"]
-
-
 def reward(directory: Path, files: dict[str, str]) -> None:
     """Bradley–Terry on comparisons of the model's completions of the training problems, held out on the test problems."""
     tests = samples(files["model"], files["test"], limit=128, count=8)
     held = write(directory / "pairs_test.jsonl", comparisons(tests, each=4))
     told = comparisons(samples(files["model"], files["train"], limit=6000, count=6), each=4)
     config = jaxrl_lm.RewardConfig(
-        model=careful(directory),
+        model=small_start(directory / "scorer", SCORER)["model"],
         dataset=write(directory / "pairs_train.jsonl", told),
         eval_dataset={"test": held},
         output_dir=str(directory / "reward"),

@@ -17,7 +17,7 @@ import jaxrl_lm
 from jaxrl_lm.config import PPOConfig
 from jaxrl_lm.inference import run_export, run_generate
 from jaxrl_lm.lab.run import REWARD
-from jaxrl_lm.lab.small import small_start
+from jaxrl_lm.lab.small import SCORER, small_start
 from jaxrl_lm.lab.task import Problem, check
 from jaxrl_lm.label_steps import run_label_steps
 from jaxrl_lm.report import load_metrics
@@ -94,8 +94,8 @@ def prm(directory: Path, files: dict[str, str]) -> None:
         {"prompt": r["prompt"], "completion": t, "label": judge(r, t)} for r in drawn for t in r["completions"] if t
     ]
     shared = {
-        "model": files["model"], "rows_per_step": 64, "max_steps": 400, "learning_rate": 1e-3, "lr_scheduler": "linear",
-        "eval_steps": 0, "save_steps": 0, "logging_steps": 100,
+        "model": small_start(directory / "scorer", SCORER)["model"], "rows_per_step": 64, "max_steps": 400,
+        "learning_rate": 1e-3, "lr_scheduler": "linear", "eval_steps": 0, "save_steps": 0, "logging_steps": 100,
     }  # fmt: skip
     process = jaxrl_lm.PRMConfig(
         dataset=stepwise, output_dir=str(directory / "prm"), step_separator=SEPARATOR, **shared

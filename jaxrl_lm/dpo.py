@@ -119,6 +119,11 @@ def check(config: DPOConfig, microbatches: int) -> None:
         raise ValueError(
             "precompute_ref_log_probs: with refresh_steps the pairs are not known beforehand; leave it out"
         )
+    if "kto" in config.loss_type and config.precompute_ref_log_probs:
+        raise ValueError(
+            "precompute_ref_log_probs: loss_type=kto scores prompts with the completions of other rows too, which are not "
+            "known beforehand; leave it out"
+        )
     if online and bool(config.reward) == bool(config.judge):
         raise ValueError("refresh_steps: give either reward or judge, which rank the samples")
     if not online and (config.reward or config.judge):

@@ -178,9 +178,9 @@ def open_mix(
     streams = []
     for name, weight in config.mix.items():
         rows, sources = told, None
-        other = f"mix_dataset.{name}" if name in config.mix_dataset else "mix_unsolved"
-        if told and name == "sft" and (name in config.mix_dataset or config.mix_unsolved is not None):
-            raise ValueError(f"{other} and rows of the dataset with loss=sft: give the stream one source")
+        elsewhere = f"mix_dataset.{name}" if name in config.mix_dataset else config.mix_unsolved and "mix_unsolved"
+        if told and name == "sft" and elsewhere:
+            raise ValueError(f"{elsewhere} and rows of the dataset with loss=sft: give the stream one source")
         if name in config.mix_dataset:
             rows = read_rows(config.mix_dataset[name], name=f"mix_dataset.{name}")
         elif config.mix_unsolved is not None:

@@ -54,8 +54,12 @@ def prefers_digits(*, prompts, completions, others, answer, **_):
 
 @pytest.fixture(scope="module", autouse=True)
 def cached(tmp_path_factory):
+    """And one thread for torch, whose models here are too small to share."""
+    threads = torch.get_num_threads()
+    torch.set_num_threads(1)
     with tiny_run.compile_cache(tmp_path_factory.getbasetemp() / "xla"):
         yield
+    torch.set_num_threads(threads)
 
 
 @pytest.fixture(scope="module")
@@ -462,7 +466,7 @@ def test_a_judge_ranks_the_samples(options, prompts):
         ({"reward_weights": (1.0, 2.0)}, "reward_weights has 2 values for 1 reward functions"),
         ({"reward": (), "judge": "test_online_pairs:constant", "reward_weights": (2.0,)}, "reward_weights: belongs to"),
         ({"reward": ("digit",)}, "reward='digit' is unknown; did you mean"),
-        ({"reward": (), "judge": "test_online_pairs:missing"}, "judge: 'test_online_pairs:missing': test_online_pairs has no 'missing'"),
+        ({"reward": (), "judge": "test_online_pairs:missing"}, "test_online_pairs has no 'missing'"),
         ({"prompt_buckets": (4,)}, "prompt_buckets"),
         ({"reward": ("test_online_pairs:digits",), "judge": "a:b"}, "refresh_steps: give either reward or judge"),
         ({"reward": ()}, "refresh_steps: give either reward or judge"),
