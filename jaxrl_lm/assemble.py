@@ -16,6 +16,7 @@ from jaxrl_lm.batch import BatchRule
 from jaxrl_lm.checks import old_logprobs_of, updates_per_step
 from jaxrl_lm.config import GRPOConfig
 from jaxrl_lm.credit import CreditRule
+from jaxrl_lm.distill import check_same_vocabulary
 from jaxrl_lm.models import (
     LoraConfig,
     Model,
@@ -71,7 +72,7 @@ def with_adapter(
 
 
 def trained_params(
-    config: GRPOConfig, model: Model, params: Params, plan: Plan, lora: LoraConfig | None
+    config: GRPOConfig, model: Model, params: Params, plan: Plan, lora: LoraConfig | None, tokenizer: Any
 ) -> tuple[dict[str, Params], Any]:
     """The trees that are trained, by name, and under LoRA the weights below the adapter.
 
@@ -79,37 +80,49 @@ def trained_params(
     """
     trained, base = with_adapter(config, model, params, plan, lora)
     if config.implicit_prm is not None:
-        trained["prm"] = _of_same_shape(config, "implicit_prm_model", model, params, plan)
+        trained["prm"] = _of_same_shape(config, "implicit_prm_model", model, params, plan, tokenizer)
     if config.critic == "none":
         return trained, base
     head = init_value_head(model.config, config.param_dtype)
     critic = {"head": jax.device_put(head, plan.tree(value_specs(model.config)))}
     if config.critic == "separate":
-        critic = _critic(config, model, params, plan) | ({} if config.critic_model else critic)
+        critic = _critic(config, model, params, plan, tokenizer) | ({} if config.critic_model else critic)
     return trained | {"critic": critic}, base
 
 
-def _critic(config: GRPOConfig, model: Model, params: Params, plan: Plan) -> dict[str, Params]:
+def _critic(config: GRPOConfig, model: Model, params: Params, plan: Plan, tokenizer: Any) -> dict[str, Params]:
     """A separate critic: a copy of the policy's trunk, or the model that is named, a reward model with its own head."""
     if config.critic_model is None:
         trunk = copy_params(params)
         return {"trunk": {name: leaf for name, leaf in trunk.items() if name in trunk_model(model).specs}}
-    other, found = load_critic(
+    other, found, theirs = load_critic(
         config.critic_model, plan=plan, dtype=config.param_dtype, compute_dtype=compute_dtype(config.dtype)
     )
     if with_remat(other, config.remat).config != trunk_model(model).config:
         raise ValueError(f"critic_model={config.critic_model!r} has another shape than the policy; give one of it")
+    check_tokens("critic_model", config.critic_model, tokenizer, theirs)
     return found
 
 
-def _of_same_shape(config: GRPOConfig, option: str, model: Model, params: Params, plan: Plan) -> Params:
+def check_tokens(option: str, name: str, tokenizer: Any, other: Any) -> None:
+    """Raises ValueError, naming option, model and token, where a model that reads the policy's tokens has others."""
+    try:
+        check_same_vocabulary(tokenizer, other)
+    except ValueError as error:
+        raise ValueError(f"{option}={name!r}: {error}") from error
+
+
+def _of_same_shape(config: GRPOConfig, option: str, model: Model, params: Params, plan: Plan, tokenizer: Any) -> Params:
     """The weights of the model that an option names, or a copy of the policy's start."""
     name = getattr(config, option)
     if name is None:
         return copy_params(params)
-    other, weights, *_ = load_model(name, plan, dtype=config.dtype, param_dtype=config.param_dtype, remat=config.remat)
+    other, weights, theirs, _ = load_model(
+        name, plan, dtype=config.dtype, param_dtype=config.param_dtype, remat=config.remat
+    )
     if other.config != model.config:
         raise ValueError(f"{option}={name!r} has another shape than the policy; give one of it")
+    check_tokens(option, name, tokenizer, theirs)
     return weights
 
 

@@ -103,7 +103,9 @@ def export(argv: Sequence[str]) -> None:
     path = run_export(config)
     kinds = {"reward": "AutoModelForSequenceClassification", "prm": "AutoModelForTokenClassification"}
     kind = kinds.get(command_of(config.run), "AutoModelForCausalLM")
-    print(f"{path}: load it with transformers.{kind}.from_pretrained({str(path)!r})")
+    member = path / "member_0"  # of an ensemble
+    shown = str(member if member.exists() else path)
+    print(f"{path}: load it with transformers.{kind}.from_pretrained({shown!r})")
 
 
 def traces(argv: Sequence[str]) -> None:

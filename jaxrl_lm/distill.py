@@ -151,6 +151,6 @@ def check_same_vocabulary(tokenizer: Any, teacher_tokenizer: Any) -> None:
         mine, other = ours.get(number), theirs.get(number)
         if mine != other:
             raise ValueError(
-                f"token {number} is {mine!r} to the student and {other!r} to the teacher: distillation compares "
-                "distributions over one vocabulary; take a teacher of the student's tokenizer"
+                f"token {number} is {mine!r} to the policy's tokenizer and {other!r} to this model's, which would read the "
+                "policy's tokens as other words; take a model of the same tokenizer"
             )

@@ -14,7 +14,7 @@ import jax.numpy as jnp
 
 from jaxrl_lm import algos
 from jaxrl_lm.algos.preference_variants import READERS
-from jaxrl_lm.assemble import load_model, lora_of, with_adapter
+from jaxrl_lm.assemble import check_tokens, load_model, lora_of, with_adapter
 from jaxrl_lm.fit import Fit, FitRun, Source, fit
 from jaxrl_lm.fit_batches import preference_batch, unpaired_batch
 from jaxrl_lm.fit_config import DPOConfig
@@ -192,13 +192,14 @@ def _frozen(config: DPOConfig, basis: Basis, base: Params | None) -> tuple[Froze
     if not needs_reference(config):
         return Frozen(base=base), False
     if config.reference_model is not None:
-        other, reference, *_ = load_model(
+        other, reference, theirs, _ = load_model(
             config.reference_model, basis.plan, dtype=config.dtype, param_dtype=config.param_dtype, remat=config.remat
         )
         if other.config != basis.model.config:
             raise ValueError(
                 f"reference_model={config.reference_model!r} has another shape than the policy; give one of it"
             )
+        check_tokens("reference_model", config.reference_model, basis.tokenizer, theirs)
         return Frozen(reference=reference, base=base), False
     moves = config.reference_reset_steps is not None  # then it is part of the state
     return Frozen(base=base), base is None and not moves

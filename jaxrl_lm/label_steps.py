@@ -75,11 +75,20 @@ def sampled_prefixes(steps: Sequence[str], separator: str, ids: Sequence[int], d
     return prefixes
 
 
+def _whole_characters(ids: Sequence[int], decode: Any) -> Prefix:
+    """A completion that was cut off, without the bytes of a last character that is not whole: they decode to another
+    text once a continuation follows."""
+    count = len(ids)
+    while count and decode(ids[:count]).endswith("\ufffd"):
+        count -= 1
+    return Prefix(decode(ids[:count]), tuple(ids[:count]))
+
+
 def given_prefixes(steps: Sequence[str], separator: str, encode: Any) -> list[Prefix]:
-    """The same for steps that came as text: each step with its separator is tokenised on its own."""
+    """The same for steps that came as text: each step and each separator is tokenised on its own, as `prm` does."""
     prefixes, before = [], Prefix("", ())
     for step in steps[:-1]:
-        before = Prefix(before.text + step + separator, (*before.ids, *encode(step + separator)))
+        before = Prefix(before.text + step + separator, (*before.ids, *encode(step), *encode(separator)))
         prefixes.append(before)
     return prefixes
 
@@ -145,7 +154,7 @@ def _sampled(
             cut = len(kept) < len(steps)
             prefixes = sampled_prefixes([*kept, ""] if cut else kept, config.step_separator, ids, decode)
             if sampled.truncated[n] and not cut:
-                prefixes.append(Prefix(text, tuple(ids)))
+                prefixes.append(_whole_characters(ids, decode))
             prompt = batch[n // config.num_generations]
             found.append(Solution(prompt, text, ids, kept, prefixes, cut))
     return found, counts
@@ -262,7 +271,7 @@ def label_steps(
     Raises ValueError for options that do not fit, a row with a malformed completion, an outcome outside [0, 1], and as
     rewards do.
     """
-    _check(config)
+    check_options(config)
     prompts = encode_rows(config, completer.tokenizer, rows, "dataset")
     given = _given(config, completer, prompts)
     missing = [number for number in range(len(prompts.places)) if number not in given]
@@ -281,7 +290,8 @@ def label_steps(
     return written, summary
 
 
-def _check(config: LabelStepsConfig) -> None:
+def check_options(config: LabelStepsConfig) -> None:
+    """Raises ValueError, naming the option, for values that are out of range or do not go together."""
     for name in ("rollouts", "num_generations", "max_steps_per_row"):
         value = getattr(config, name)
         if value is not None and value < 1:
@@ -295,7 +305,7 @@ def run_label_steps(config: LabelStepsConfig) -> dict[str, int | float]:
 
     Raises ValueError, naming option or row, for what does not fit, and where no completion could be labelled.
     """
-    _check(config)
+    check_options(config)
     output = output_file(config.output)
     config, plan, functions, rows = open_tool(config)
     written, summary = label_steps(config, Completer(config, plan), functions, rows)

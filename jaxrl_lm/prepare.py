@@ -13,6 +13,7 @@ import jax
 
 from jaxrl_lm import algos
 from jaxrl_lm.assemble import (
+    check_tokens,
     compute_dtype,
     load_model,
     lora_of,
@@ -34,7 +35,7 @@ from jaxrl_lm.checks import (
 )
 from jaxrl_lm.config import GRPOConfig, PromptOptions, SamplingConfig
 from jaxrl_lm.data import default_buckets, read_rows
-from jaxrl_lm.distill import DistillObjective, check_same_vocabulary
+from jaxrl_lm.distill import DistillObjective
 from jaxrl_lm.encode import EncodedPrompts, encode_prompts
 from jaxrl_lm.fit_steps import StreamSteps, compile_streams
 from jaxrl_lm.mix import Mix, check_mix, check_teacher, open_mix, split_rows
@@ -206,10 +207,7 @@ def open_teacher(config: GRPOConfig, tokenizer: Any, plan: Plan) -> tuple[Model,
         return None
     dtype = compute_dtype(config.dtype)
     model, params, other, _ = load_model(config.teacher, plan, dtype=dtype, param_dtype=dtype, remat="none")
-    try:
-        check_same_vocabulary(tokenizer, other)
-    except ValueError as error:
-        raise ValueError(f"teacher={config.teacher!r}: {error}") from error
+    check_tokens("teacher", config.teacher, tokenizer, other)
     return model, params
 
 
@@ -357,7 +355,7 @@ def prepare(
     steps, schedule = compile_run(config, algorithm, model, plan, sampling, total_updates=total_updates, **own)
     shape = {"score_chunk": config.score_chunk, "microbatches": microbatches_of(config)}
     batch_rule, scored_rule = make_batch_rules(config, algorithm, tokenizer)
-    trained, base = trained_params(config, model, params, plan, lora)
+    trained, base = trained_params(config, model, params, plan, lora, tokenizer)
     return Setup(
         config=config,
         directory=Path(config.output_dir),

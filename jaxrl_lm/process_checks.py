@@ -43,6 +43,11 @@ def _check_credit(config: GRPOConfig, chosen: algos.Preset) -> None:
         raise ValueError(
             f"{name} changes the rewards that advantage={chosen.advantage!r} judges: leave one of them out"
         )
+    if chosen.advantage == "group" and config.outcome_weight != 1 and chosen.beta and chosen.kl_in == "reward":
+        raise ValueError(
+            f"outcome_weight={config.outcome_weight}: with advantage='group' it would weigh the KL in the reward too; use "
+            "kl_in='loss', or step_weight alone"
+        )
     if chosen.advantage == "greedy":
         raise ValueError(
             f"{name}: the greedy answer that advantage='greedy' compares with has no step rewards: use group, "

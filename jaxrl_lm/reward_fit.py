@@ -23,6 +23,7 @@ from jaxrl_lm.fit_steps import FitSteps, compile_fit
 from jaxrl_lm.given import Given, HostRows, Stateless, Table, fingerprint
 from jaxrl_lm.models import (
     Model,
+    classifier_settings,
     classifier_specs,
     generation_config,
     init_head,
@@ -61,6 +62,9 @@ class Start(NamedTuple):
 
 def _open(config: RewardConfig | PRMConfig, *, labels: int, bias: bool) -> Start:
     """The checked config and the model: a language model gets a fresh head, a model of the same kind keeps its own."""
+    for name in ("prompt_template", "system_prompt"):
+        if getattr(config, name) is not None:
+            raise ValueError(f"{name}: a reward model reads a row's own prompt, in training as in use; leave it out")
     fresh = []
 
     def load(name: str, plan: Plan, *, dtype: str | None, param_dtype: str, remat: str | None):
@@ -71,7 +75,21 @@ def _open(config: RewardConfig | PRMConfig, *, labels: int, bias: bool) -> Start
         fresh.append(is_fresh)
         return with_remat(model, remat), params, tokenizer, generation_config(name)
 
-    return Start(open_model(config, load), fresh[0])
+    start = Start(open_model(config, load), fresh[0])
+    if not start.fresh:
+        _check_settings(start.basis.config)
+    return start
+
+
+def _check_settings(config: RewardConfig | PRMConfig) -> None:
+    """Raises ValueError where a model goes on with other text than it was trained on."""
+    name = "append_eos" if isinstance(config, RewardConfig) else "step_separator"
+    own = classifier_settings(config.model)[name]
+    if own is not None and own != getattr(config, name):
+        raise ValueError(
+            f"{name}={getattr(config, name)!r}: {config.model} was trained with {own!r}; give that, or start from a "
+            "language model"
+        )
 
 
 def head_key(seed: int, member: int) -> jax.Array:

@@ -63,7 +63,7 @@ class RewardModel:
         directory, given = parse_option(option, prefix=PREFIX, settings=_SETTINGS, where=self.where)
         with naming(self.where):
             loaded = load_reward_models(directory, plan=plan, dtype=dtype or machine_dtype())
-            self.append_eos = classifier_settings(directory)["append_eos"]
+            self.append_eos = bool(classifier_settings(directory)["append_eos"])
         self._model, self._weights, self._tokenizer = loaded
         if self.append_eos and self._tokenizer.eos_token_id is None:
             raise ValueError(f"{self.where}: append_eos, and its tokenizer has no end-of-sequence token")

@@ -247,7 +247,7 @@ def run_search(config: SearchConfig) -> dict[str, Any]:
 
     Raises ValueError, naming option or row, for what does not fit.
     """
-    _check(config)
+    check_options(config)
     output = output_file(config.output) if config.output else None
     config, plan, verifier, rows = open_tool(config)
     scorer, completer = open_scorer(config, plan), Completer(config, plan)
@@ -255,8 +255,11 @@ def run_search(config: SearchConfig) -> dict[str, Any]:
     result: dict[str, Any] = {"scorer": config.scorer}
     records = [{"row": place, "prompt": rows[place]["prompt"]} for place in prompts.places]
     if set(config.methods) - {"beam"}:
+        logits = config.scorer.startswith(PREFIX) and "sigmoid=true" not in config.scorer
         candidates = sample_candidates(config, completer, scorer, verifier, prompts)
-        result |= judge_candidates(candidates, config.methods, logits=config.scorer.startswith(PREFIX))
+        result |= judge_candidates(
+            candidates, config.methods, logits=logits
+        )
         result["tokens"] = candidates.tokens
         table = zip(candidates.texts, candidates.scores.tolist(), candidates.gold.tolist(), strict=True)
         for record, (texts, scores, gold) in zip(records, table, strict=True):
@@ -286,7 +289,9 @@ def _run_beams(
     return judge_beams(beams, gold, continuations.tokens)
 
 
-def _check(config: SearchConfig) -> None:
+def check_options(config: SearchConfig) -> None:
+    """Raises ValueError, naming the option, for what no method reads or that is out of range."""
+    _check_idle(config)
     for method in config.methods:
         if method not in METHODS:
             raise ValueError(f"methods: {method!r} is unknown; the nearest is {nearest(method, METHODS)!r}")
@@ -297,6 +302,16 @@ def _check(config: SearchConfig) -> None:
             raise ValueError(f"{name}={getattr(config, name)}: must be at least 1")
     if not config.step_separator:
         raise ValueError("step_separator='': give the text that steps end with")
+
+
+def _check_idle(config: SearchConfig) -> None:
+    defaults = SearchConfig(model="", dataset="", scorer="")
+    idle = {"credit": config.scorer.startswith(PRM)}
+    idle |= dict.fromkeys(("beam_width", "beam_expand", "step_separator", "max_step_length"), "beam" in config.methods)
+    for name, reads in idle.items():
+        if not reads and getattr(config, name) != getattr(defaults, name):
+            what = "a scorer of steps, prm:DIRECTORY" if name == "credit" else "the method beam"
+            raise ValueError(f"{name}={getattr(config, name)!r} has no effect without {what}: leave it out")
 
 
 def search_table(result: dict[str, Any]) -> str:

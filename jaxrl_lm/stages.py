@@ -3,18 +3,17 @@
 from pathlib import Path
 from typing import Any
 
+from jaxrl_lm import checks, dpo, fit_prepare, label_steps, search, traces
 from jaxrl_lm.config import EvalConfig, ExportConfig, GenerateConfig, GRPOConfig, PPOConfig, RLOOConfig
-from jaxrl_lm.dpo import train_dpo
 from jaxrl_lm.fit_config import DPOConfig, PRMConfig, RewardConfig, SFTConfig
 from jaxrl_lm.inference import run_eval, run_export, run_generate
-from jaxrl_lm.label_steps import run_label_steps
-from jaxrl_lm.loop import Run, train
+from jaxrl_lm.loop import train
+from jaxrl_lm.mix import check_mix, check_teacher
+from jaxrl_lm.prepare import build_plan, microbatches_of
 from jaxrl_lm.recipe_file import Command
 from jaxrl_lm.reward_fit import train_prm, train_reward
-from jaxrl_lm.search import run_search
 from jaxrl_lm.sft import train_sft
 from jaxrl_lm.tools_config import LabelStepsConfig, MakeTracesConfig, SearchConfig
-from jaxrl_lm.traces import run_make_traces
 
 
 def _exported(config: Any, directory: Path) -> str:
@@ -22,10 +21,27 @@ def _exported(config: Any, directory: Path) -> str:
     return str(run_export(ExportConfig(run=str(directory), directory=str(directory / "model"), overwrite=True)))
 
 
-def _one_run(config: GRPOConfig) -> Run:
+def _check_policy(config: GRPOConfig) -> None:
+    """The options that a policy-gradient run checks before it loads anything."""
+    ways = build_plan(config.mesh).batch_ways
+    checks.check(config, ways)
+    check_mix(config, ways, microbatches_of(config))
+    check_teacher(config)
     if config.seeds != 1:
         raise ValueError(f"seeds={config.seeds}: a stage of a recipe is one run; leave the option out")
-    return train(config)
+
+
+def _check_fit(config: Any) -> None:
+    fit_prepare.check(config, build_plan(config.mesh))
+
+
+def _check_dpo(config: DPOConfig) -> None:
+    _check_fit(config)
+    dpo.check(config, config.rows_per_step // (config.microbatch_rows or config.rows_per_step))
+
+
+def _evaluated(config: EvalConfig, directory: Path) -> str:
+    return str(directory / ("probe.json" if config.probe else "metrics.json"))
 
 
 def _rows(config: Any, directory: Path) -> str:
@@ -33,19 +49,19 @@ def _rows(config: Any, directory: Path) -> str:
 
 
 STAGES: dict[str, Command] = {
-    "sft": Command(SFTConfig, train_sft, _exported),
-    "dpo": Command(DPOConfig, train_dpo, _exported),
-    "reward": Command(RewardConfig, train_reward, _exported),
-    "prm": Command(PRMConfig, train_prm, _exported),
-    "grpo": Command(GRPOConfig, _one_run, _exported),
-    "rloo": Command(RLOOConfig, _one_run, _exported),
-    "ppo": Command(PPOConfig, _one_run, _exported),
-    "traces": Command(MakeTracesConfig, run_make_traces, _rows, places={"output": "rows.jsonl"}),
-    "label-steps": Command(LabelStepsConfig, run_label_steps, _rows, places={"output": "rows.jsonl"}),
-    "generate": Command(GenerateConfig, run_generate, _rows, places={"output": "rows.jsonl"}),
-    "search": Command(SearchConfig, run_search, _rows, places={"output": "search.json"}),
-    "eval": Command(EvalConfig, run_eval, lambda config, directory: str(directory / "metrics.json"), {"output": "."}),
-    "export": Command(
-        ExportConfig, run_export, lambda config, directory: config.directory, places={"directory": "model"}
+    "sft": Command(SFTConfig, train_sft, _exported, check=_check_fit),
+    "dpo": Command(DPOConfig, dpo.train_dpo, _exported, check=_check_dpo),
+    "reward": Command(RewardConfig, train_reward, _exported, check=_check_fit),
+    "prm": Command(PRMConfig, train_prm, _exported, check=_check_fit),
+    "grpo": Command(GRPOConfig, train, _exported, check=_check_policy),
+    "rloo": Command(RLOOConfig, train, _exported, check=_check_policy),
+    "ppo": Command(PPOConfig, train, _exported, check=_check_policy),
+    "traces": Command(MakeTracesConfig, traces.run_make_traces, _rows, {"output": "rows.jsonl"}, traces.check_options),
+    "label-steps": Command(
+        LabelStepsConfig, label_steps.run_label_steps, _rows, {"output": "rows.jsonl"}, label_steps.check_options
     ),
+    "generate": Command(GenerateConfig, run_generate, _rows, {"output": "rows.jsonl"}),
+    "search": Command(SearchConfig, search.run_search, _rows, {"output": "search.json"}, search.check_options),
+    "eval": Command(EvalConfig, run_eval, _evaluated, {"output": "."}),
+    "export": Command(ExportConfig, run_export, lambda config, directory: config.directory, {"directory": "model"}),
 }

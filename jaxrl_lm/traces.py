@@ -156,7 +156,7 @@ def rejection_sample(
 
     Raises ValueError for options that do not fit, with the row for a hint it cannot make, and as rewards do.
     """
-    _check(config)
+    check_options(config)
     first = encode_rows(config, completer.tokenizer, rows, "dataset")
     hints = _hinted(config, completer.tokenizer, rows) if config.hint_template is not None else None
     sets = [first.encoded] if hints is None else [first.encoded, hints.encoded]
@@ -229,7 +229,7 @@ def written_rows(
         return []
     best, worst = max(kept, key=value), min(kept, key=value)
     return [
-        {**row, "chosen": response(best), "rejected": response(worst), "margin": value(best) - value(worst), **marks}
+        {**row, "chosen": response(best), "rejected": response(worst), "score_gap": value(best) - value(worst), **marks}
     ]
 
 
@@ -237,7 +237,8 @@ def _assistant(text: str) -> dict[str, str]:
     return {"role": "assistant", "content": text}
 
 
-def _check(config: MakeTracesConfig) -> None:
+def check_options(config: MakeTracesConfig) -> None:
+    """Raises ValueError, naming the option, for values that are out of range or do not go together."""
     if config.keep_per_prompt is not None and config.keep_per_prompt < 1:
         raise ValueError(f"keep_per_prompt={config.keep_per_prompt}: must be at least 1 (leave it out to keep all)")
     most = config.max_completion_length if config.max_completion_tokens is None else config.max_completion_tokens
@@ -263,7 +264,7 @@ def run_make_traces(config: MakeTracesConfig) -> dict[str, int]:
 
     Raises ValueError, naming option or row, for what does not fit, and where no completion was accepted.
     """
-    _check(config)
+    check_options(config)
     output = output_file(config.output)
     config, plan, functions, rows = open_tool(config)
     completer = Completer(config, plan)

@@ -314,12 +314,12 @@ def test_a_gguf_file_starts_a_classifier_as_any_language_model(tmp_path, monkeyp
 def test_a_critic_starts_from_a_reward_model_with_its_head(tmp_path):
     write_model(tmp_path / "reward", "qwen2", num_labels=1)
     write_model(tmp_path / "policy", "qwen2", AutoModelForCausalLM)
-    model, critic = models.load_critic(tmp_path / "reward", compute_dtype="bfloat16")
+    model, critic, _ = models.load_critic(tmp_path / "reward", compute_dtype="bfloat16")
     assert model.config.dtype == "bfloat16"
     assert shapes(critic) == shapes(models.critic_specs(model))
     equal(critic, load_reward_model(tmp_path / "reward")[1])
     assert np.abs(critic["head"]["kernel"]).max() > 0.1
-    other, fresh = models.load_critic(tmp_path / "policy")
+    other, fresh, _ = models.load_critic(tmp_path / "policy")
     assert other.config == dataclasses.replace(model.config, dtype="float32")
     assert (np.asarray(fresh["head"]["kernel"]) == 0).all()
     write_model(tmp_path / "process", "qwen2", TOKEN)

@@ -48,7 +48,6 @@ SMALL = {
     "eval_dataset": {},
     "eval_steps": 0,
     "probe_prompts": 0,
-    "remat": "none",
     "completions_steps": 0,
     "save_steps": 0,
     "beta": None,
@@ -236,6 +235,18 @@ def test_loss_and_gradient_are_the_weighted_sum(head_only):
     assert got == pytest.approx(expected, rel=1e-5, nan_ok=True)
 
 
+def test_streams_without_rows_teach_nothing(head_only):
+    none, (sft, dpo) = jnp.zeros(4, bool), stream_batches()
+    empty = (
+        sft_batch(sft.tokens, sft.segment_ids, MARKED & none[:, None]),
+        preference_batch(dpo.tokens, dpo.segment_ids, dpo.action_mask, none, jnp.full(dpo.tokens.shape, jnp.nan)),
+    )
+    grads, found = learn(MixedBatch(main_batch(), empty), objective=MIXED, model=head_only)
+    alone, expected = learn(main_batch(), objective=MAIN, model=head_only)
+    assert result(found)["loss"] == pytest.approx(result(expected)["loss"], rel=1e-6)
+    assert_close(grads, alone, rtol=1e-6)
+
+
 def test_microbatches_do_not_change_the_sum(head_only):
     batch = MixedBatch(main_batch(), stream_batches())
     whole, found = learn(batch, objective=MIXED, model=head_only)
@@ -257,17 +268,6 @@ def test_a_stream_is_a_mean_over_its_own_rows(options):
 
 
 # --- runs with streams ------------------------------------------------------------------------------------------------
-
-
-def test_a_weight_of_0_leaves_the_run_as_it_was(options, plain, tmp_path):
-    path = tiny_run.write_rows(tmp_path / "demonstrations.jsonl", DEMONSTRATIONS)
-    idle = play(options(mix={"sft": 0.0}, mix_dataset={"sft": path}, mix_rows=8), SUMS)
-    assert idle.metrics[0]["sft/num_tokens"] > 8
-    print("BITS", tiny_run.bits(idle.run.state)==tiny_run.bits(plain.run.state))
-    for ours, theirs in zip(
-        jax.tree.leaves(idle.run.state.params), jax.tree.leaves(plain.run.state.params), strict=True
-    ):
-        np.testing.assert_allclose(ours, theirs, atol=1e-7, rtol=0)
 
 
 def test_the_first_update_adds_sft_and_ln_2_for_pairs(options, plain, both, pairs, model):
@@ -407,36 +407,50 @@ def test_only_prompts_that_were_sampled_and_never_solved_have_rows(options):
     assert set(prompts_of(draw())) == {dataset[11]["prompt"]}
 
 
-def test_a_run_learns_solutions_of_what_it_never_solved(options):
-    """Step 1 solves all four prompts, step 2 none of its own, step 3 draws the same eight again and solves one more."""
-    dataset, log = SUMS[:8], []
-    never = set()  # what the test itself has kept book of
+def judge():
+    """A reward that solves all of step 1's prompts, none of step 2's and one of step 3's, and what it has kept book of."""
+    solved, never = [], set()
 
     def right(*, prompts, completions):
-        step, seen = len(log) + 1, list(dict.fromkeys(prompts))
-        solved = set(seen) if step == 1 else {next(p for p in seen if p in never)} if step == 3 else set()
-        log.append(solved)
-        if step < 3:
-            never.update(set(seen) - solved)
-        never.difference_update(solved)
-        return [1.0 if prompt in solved else 0.3 * (n % 2) for n, prompt in enumerate(prompts)]
+        step, seen = len(solved) + 1, list(dict.fromkeys(prompts))
+        now = {1: set(seen), 2: set(), 3: {next((p for p in seen if p in never), "")}}[step]
+        solved.append(now)
+        never.difference_update(now)
+        never.update(set(seen) - now if step < 3 else ())
+        return [1.0 if prompt in now else 0.3 * (n % 2) for n, prompt in enumerate(prompts)]
 
-    given = {"max_steps": 3, "reward": (), **UNSOLVED}
-    found = play(options(**given), dataset, reward_functions=[right])
-    assert len(found.metrics) == 6
-    streams, sizes = [batch.streams[0] for batch in found.batches], [row["sft/num_tokens"] for row in found.metrics]
-    for row, stream in zip(found.metrics[:2], streams[:2], strict=True):
+    return right, solved, never
+
+
+@pytest.fixture(scope="module")
+def watched(options):
+    """Three steps of eight prompts of which some are never solved; the stream has weight 0, which hides nothing of it."""
+    right, *book = judge()
+    given = options(max_steps=3, reward=(), **UNSOLVED | {"mix": {"sft": 0.0}})
+    return play(given, SUMS[:8], reward_functions=[right]), *book
+
+
+def test_solutions_come_and_go_with_what_a_run_has_solved(watched):
+    found, solved, never = watched
+    assert len(found.batches) == 6  # two a step
+    rows, sizes = [batch.streams[0] for batch in found.batches], [row["sft/num_tokens"] for row in found.metrics]
+    for row, batch in zip(found.metrics[:2], rows[:2], strict=True):
         # Nothing is unsolved and all groups are equal: no gradient at all.
-        assert (row["loss"], row["grad_norm"]) == (0.0, 0.0)
-        assert not stream.weights.any()
-    middle, last = ([set(prompts_of(stream)) for stream in part] for part in (streams[2:4], streams[4:]))
-    assert middle[0] == middle[1] == last[0] | log[2]
+        assert (row["loss"], row["grad_norm"], row["sft/num_tokens"]) == (0.0, 0.0, 0.0)
+        assert not batch.weights.any()
+    assert math.isnan(found.metrics[0]["sft/entropy"])  # nothing was measured
+    middle, last = ([set(prompts_of(batch)) for batch in part] for part in (rows[2:4], rows[4:]))
+    assert middle[0] == middle[1] == last[0] | solved[2]
     assert last[0] == last[1] == never
     assert (len(middle[0]), len(last[0])) == (4, 3)
-    assert sizes[:2] == [0, 0]
     assert min(sizes[2:]) > 8
     assert all(np.isfinite([row["loss"], row["grad_norm"]]).all() for row in found.metrics)
-    assert all(np.isfinite(leaf).all() for leaf in jax.tree.leaves(found.run.state.params))
+
+
+def test_a_weight_of_0_leaves_the_run_as_it_was_bit_for_bit(options, watched):
+    alone = play(options(max_steps=3, reward=()), SUMS[:8], reward_functions=[judge()[0]])
+    assert alone.metrics[4]["grad_norm"] > 0
+    assert tiny_run.bits(watched[0].run.state) == tiny_run.bits(alone.run.state)
 
 
 def test_a_column_that_no_row_has(options):
@@ -454,7 +468,6 @@ def test_a_policy_that_is_its_teacher_does_not_move(options, model):
     for row in found.metrics:
         assert (row["loss"], row["distill/kl"]) == (0.0, 0.0)
         assert row["grad_norm"] < 1e-7
-        print("GRAD", row["grad_norm"])
     _, params, _ = load(model)
     for ours, theirs in zip(jax.tree.leaves(found.run.state.params["policy"]), jax.tree.leaves(params), strict=True):
         np.testing.assert_allclose(ours, theirs, atol=1e-7, rtol=0)

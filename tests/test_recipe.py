@@ -12,10 +12,9 @@ import pytest
 import tiny_run
 import tomli_w
 
-from jaxrl_lm import checks
-from jaxrl_lm.config import EvalConfig, ExportConfig, GRPOConfig, PPOConfig, RLOOConfig
+from jaxrl_lm import stages
+from jaxrl_lm.config import ExportConfig, GRPOConfig
 from jaxrl_lm.data import read_rows
-from jaxrl_lm.fit_config import DPOConfig, PRMConfig, RewardConfig, SFTConfig
 from jaxrl_lm.inference import run_export
 from jaxrl_lm.lab.task import check, make_problems, prompt
 from jaxrl_lm.loop import train
@@ -23,7 +22,6 @@ from jaxrl_lm.models import load
 from jaxrl_lm.options import ConfigError, to_toml
 from jaxrl_lm.recipe import check_recipe, run_recipe
 from jaxrl_lm.recipe_file import Command, parse_recipe, read_recipe, resolve
-from jaxrl_lm.tools_config import MakeTracesConfig
 
 RECIPES = sorted((tiny_run.REPOSITORY / "recipes").glob("*.toml"))
 
@@ -492,27 +490,13 @@ def _never(config, *_):
     raise AssertionError("a check runs nothing")
 
 
-def check_policy(config):
-    checks.check(config, 1)
-
-
-SHIPPED = {
-    "sft": Command(SFTConfig, _never, _never),
-    "dpo": Command(DPOConfig, _never, _never),
-    "reward": Command(RewardConfig, _never, _never),
-    "prm": Command(PRMConfig, _never, _never),
-    "grpo": Command(GRPOConfig, _never, _never, check=check_policy),
-    "ppo": Command(PPOConfig, _never, _never, check=check_policy),
-    "rloo": Command(RLOOConfig, _never, _never, check=check_policy),
-    "traces": Command(MakeTracesConfig, _never, _never, {"output": "rows.jsonl"}),
-    "eval": Command(EvalConfig, _never, _never, {"output": "."}),
-    "export": Command(ExportConfig, _never, _never, {"directory": "model"}),
-}
+SHIPPED = {name: command._replace(run=_never, result=_never) for name, command in stages.STAGES.items()}
 STAGES = {
     "cold_start": "sft from_sft from_base eval_from_sft eval_from_base",
     "expert_iteration": "before traces-1 policy-1 traces-2 policy-2 traces-3 policy-3 after",
     "r1_chain": "cold_start rl samples sft rl_again",
-    "rlhf": "sft reward ppo grpo",
+    "reward_refresh": "pairs-1 reward-1 policy-1 pairs-2 reward-2 policy-2 pairs-3 reward-3 policy-3",
+    "rlhf": "sft reward ppo grpo online_dpo",
     "sft_dpo_rlvr": "sft dpo rlvr best",
 }
 

@@ -233,7 +233,7 @@ def test_a_run_evaluates_saves_and_resumes_bit_for_bit(options, rows, model, tmp
     jax.tree.map(np.testing.assert_array_equal, params, jax.device_get(whole.state.params["policy"]))
     with pytest.raises(ValueError, match="the training rows are not those that this run was started with"):
         train_sft(options_of("whole", 8), dataset=rows[1:11])
-    with pytest.raises(ValueError, match="learning_rate: 0.01 -> 0.5"):
+    with pytest.raises(ValueError, match=r"learning_rate: 0\.01 -> 0\.5"):
         train_sft(options(**vars(options_of("whole", 8)) | {"learning_rate": 0.5}))
 
 
@@ -246,7 +246,7 @@ def test_long_rows_are_dropped_cut_or_refused(options, rows):
     cut = prepare_sft(options(max_length=20, long_rows="keep_start"), dataset=rows)
     assert f"dataset: {14 - kept} rows cut to max_length=20" in cut.notes
     assert len(cut.source.table.data.sides) == 14
-    with pytest.raises(ValueError, match="dataset: row .*max_length"):
+    with pytest.raises(ValueError, match=r"dataset: row .*max_length"):
         prepare_sft(options(max_length=20, long_rows="error"), dataset=rows)
 
 

@@ -119,7 +119,7 @@ def test_what_is_written_by_hand():
         for n in (0, 1, 8, 9)
     ]
     (pair,) = written_rows(row, TABLE, kept("pairs"), 5, False, config(write="pairs"))
-    assert pair == {**row, "chosen": "#7", "rejected": "#2", "margin": pytest.approx(0.41), **marks}
+    assert pair == {**row, "chosen": "#7", "rejected": "#2", "score_gap": pytest.approx(0.41), **marks}
     assert written_rows(row, TABLE, [8, 9], 5, False, config(write="pairs")) == []
     assert written_rows(row, TABLE, [], 5, False, config(write="pairs")) == []
     chat = {"prompt": [{"role": "user", "content": "1+2="}]}

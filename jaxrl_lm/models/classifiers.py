@@ -135,15 +135,15 @@ def members_of(path: Path) -> list[Path]:
 
 
 def classifier_settings(path_or_hub_id: str | os.PathLike) -> dict[str, Any]:
-    """What a model was trained with: `append_eos` (default False) and `step_separator` (default None); an ensemble's are
-    those of its first member.
+    """What a model was trained with: `append_eos` and `step_separator`, None where its config.json does not say; an
+    ensemble's are those of its first member.
 
     Raises ValueError for values of another type.
     """
     place = members_of(resolve(path_or_hub_id))[0]
     raw = read_json(place / "config.json") if place.is_dir() else {}
-    append, separator = raw.get("append_eos", False), raw.get("step_separator")
-    if not isinstance(append, bool):
+    append, separator = raw.get("append_eos"), raw.get("step_separator")
+    if append is not None and not isinstance(append, bool):
         raise ValueError(f"{place}: append_eos={append!r} in config.json: must be true or false")
     if separator is not None and not (isinstance(separator, str) and separator):
         raise ValueError(f"{place}: step_separator={separator!r} in config.json: must be a text that is not empty")
@@ -195,13 +195,14 @@ def load_critic(
     plan: Plan | None = None,
     dtype: str = "float32",
     compute_dtype: str | None = None,
-) -> tuple[Model, dict[str, Params]]:
-    """A critic to start from, for `trunk_model`: a reward model with its head, or a language model with a head of zero.
+) -> tuple[Model, dict[str, Params], PreTrainedTokenizerFast]:
+    """A critic to start from, for `trunk_model`: a reward model with its head, or a language model with a head of zero;
+    and its tokenizer.
 
     A reward model scores what it has read, a value stands before its token: the same head on the same states.
     Raises as `load_classifier_start`.
     """
-    return load_classifier_start(path_or_hub_id, plan=plan, dtype=dtype, compute_dtype=compute_dtype)[:2]
+    return load_classifier_start(path_or_hub_id, plan=plan, dtype=dtype, compute_dtype=compute_dtype)[:3]
 
 
 def _load(path: Path, kind: Kind, plan: Plan | None, dtype: str, compute_dtype: str | None) -> Loaded:
