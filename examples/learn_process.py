@@ -95,7 +95,7 @@ def prm(directory: Path, files: dict[str, str]) -> None:
     ]
     shared = {
         "model": small_start(directory / "scorer", SCORER)["model"], "rows_per_step": 64, "max_steps": 400,
-        "learning_rate": 1e-3, "lr_scheduler": "linear", "eval_steps": 0, "save_steps": 0, "logging_steps": 100,
+        "learning_rate": 3e-4, "warmup_steps": 20, "lr_scheduler": "linear", "eval_steps": 0, "save_steps": 0, "logging_steps": 100,
     }  # fmt: skip
     process = jaxrl_lm.PRMConfig(
         dataset=stepwise, output_dir=str(directory / "prm"), step_separator=SEPARATOR, **shared

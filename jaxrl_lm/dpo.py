@@ -19,7 +19,7 @@ from jaxrl_lm.fit import Fit, FitRun, Source, fit
 from jaxrl_lm.fit_batches import preference_batch, unpaired_batch
 from jaxrl_lm.fit_config import DPOConfig
 from jaxrl_lm.fit_objectives import PreferenceObjective, UnpairedObjective
-from jaxrl_lm.fit_prepare import Basis, Timing, make_tables, open_model, start_notes, timing
+from jaxrl_lm.fit_prepare import Basis, Timing, checked, make_tables, open_model, start_notes, timing
 from jaxrl_lm.fit_steps import FitSteps, compile_fit
 from jaxrl_lm.given import Given, fingerprint
 from jaxrl_lm.online_pairs import OnlinePairs, open_online
@@ -266,9 +266,10 @@ def prepare_dpo(
     """Everything before the first step. Raises ValueError, naming option, file or row, for what does not fit."""
     if reward_functions is not None:
         config = dataclasses.replace(config, reward=tuple(getattr(f, "__name__", "reward") for f in reward_functions))
+    config = checked(config)
+    check(config, config.rows_per_step // (config.microbatch_rows or config.rows_per_step))
     basis = open_model(config)
-    config, model, plan = basis.config, basis.model, basis.plan
-    check(config, basis.microbatches)
+    model, plan = basis.model, basis.plan
     online = config.refresh_steps is not None
     data = _sampled(config, basis, dataset, reward_functions) if online else _given(config, basis, dataset)
     time, lora = timing(config, data.rows), lora_of(config)
@@ -292,8 +293,10 @@ def prepare_dpo(
     frozen, copies = _frozen(config, basis, base)
     reference = Reference(steps) if needs_reference(config) else None
 
+    precompute = data.precompute  # and not `data`, which holds the model
+
     def once(frozen: Frozen) -> Frozen:
-        data.precompute(reference, frozen)
+        precompute(reference, frozen)
         return frozen._replace(reference=None)
 
     return Fit(

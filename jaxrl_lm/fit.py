@@ -24,7 +24,8 @@ from jaxrl_lm.fit_steps import FitSteps
 from jaxrl_lm.models import Model
 from jaxrl_lm.options import to_toml
 from jaxrl_lm.report import Reporter
-from jaxrl_lm.runs import NonFiniteError, check_same_run, keep_batch, on_signal, write_command
+from jaxrl_lm.rewards import RewardError
+from jaxrl_lm.runs import NonFiniteError, check_command, check_same_run, keep_batch, on_signal, write_command
 from jaxrl_lm.types import Frozen, TrainState
 
 
@@ -99,7 +100,7 @@ def fit(setup: Fit) -> FitRun:
             )
         )
         state, frozen, done, tokens, notes = _start(setup, checkpoints)
-        setup = setup._replace(params=None)
+        setup = setup._replace(params=None, frozen=Frozen())  # the loop holds what it needs of them
         report = stack.enter_context(
             Reporter(
                 setup.directory,
@@ -113,19 +114,27 @@ def fit(setup: Fit) -> FitRun:
         if done == 0 and config.eval_steps and (values := setup.source.evaluate(state, frozen)):
             _check_best(config.best_metric, values)
             report.log(0, values)
-        step, save_time = done, 0.0
+        step, save_time, before = done, 0.0, setup.source.state()
         for step in range(done + 1, setup.total_steps + 1):
-            state, values, tokens = _step(setup, state, frozen, step, tokens)
+            try:
+                state, values, tokens = _step(setup, state, frozen, step, tokens)
+            except RewardError:
+                if step > 1:  # nothing of the steps before is lost
+                    _save(setup, checkpoints, step - 1, state, tokens, {}, before)
+                    checkpoints.wait()
+                raise
+            before = setup.source.state()
             values["time/checkpoint"] = save_time
             last = step == setup.total_steps
             if config.eval_steps and (step % config.eval_steps == 0 or last):
-                values |= setup.source.evaluate(state, frozen)
+                values |= (found := setup.source.evaluate(state, frozen))
+                _check_best(config.best_metric, found)
             report.log(step, values)
             history.append({"step": step, **values})
             stopping = last or bool(stop)
             save_time = time.perf_counter()
             if stopping or (config.save_steps and step % config.save_steps == 0) or config.best_metric in values:
-                _save(setup, checkpoints, step, state, tokens, values)
+                _save(setup, checkpoints, step, state, tokens, values, before)
             save_time = time.perf_counter() - save_time
             if stopping:
                 break
@@ -153,6 +162,7 @@ def _start(setup: Fit, checkpoints: Checkpoints) -> tuple[TrainState, Frozen, in
         state, done, tokens, notes = setup.steps.init(setup.params, key), 0, 0, []
     else:
         saved = checkpoints.restore_host()
+        check_command(setup.directory, setup.command)
         notes = check_same_run(saved, config, directory=setup.directory, fingerprint=setup.fingerprint)
         spare = dict(setup.params)
         if setup.reference_is_start:
@@ -177,7 +187,7 @@ def _step(
     batch, more = setup.source.take(step, state, frozen, clock)
     new_tokens = more.pop("tokens")
     if batch is None:  # nothing to learn from: no optimiser step, momentum would move the weights all the same
-        return state, more | clock.metrics() | {"updates": 0.0}, tokens
+        return _reset(setup, state, step), more | clock.metrics() | {"updates": 0.0}, tokens
     with clock("update"):
         rate = float(setup.schedule(int(state.step)))
         state, found = setup.steps.update(state, frozen, batch)
@@ -189,15 +199,20 @@ def _step(
             "max_grad_norm, or look for the rows at fault"
         )
     setup.source.observe(values)
-    if setup.reset_steps is not None and step % setup.reset_steps == 0:
-        moved = setup.steps.follow(state.extra["reference"], state.params["policy"], setup.steps.place(np.float32(0.0)))
-        state = state._replace(extra=state.extra | {"reference": moved})
     tokens += int(new_tokens)
-    return state, values | more | clock.metrics() | {
+    return _reset(setup, state, step), values | more | clock.metrics() | {
         "learning_rate": rate,
         "tokens_per_second/train": new_tokens / clock.seconds["update"],
         "num_tokens": float(tokens),
     }, tokens  # fmt: skip
+
+
+def _reset(setup: Fit, state: TrainState, step: int) -> TrainState:
+    """The state whose reference has become the policy, where that is due."""
+    if setup.reset_steps is None or step % setup.reset_steps:
+        return state
+    moved = setup.steps.follow(state.extra["reference"], state.params["policy"], setup.steps.place(np.float32(0.0)))
+    return state._replace(extra=state.extra | {"reference": moved})
 
 
 def updates(setup: Fit) -> Iterator[tuple[int, TrainState, dict[str, float]]]:
@@ -217,11 +232,13 @@ def updates(setup: Fit) -> Iterator[tuple[int, TrainState, dict[str, float]]]:
         yield step, state, values
 
 
-def _save(setup: Fit, checkpoints: Checkpoints, step: int, state: TrainState, tokens: int, values) -> None:
+def _save(
+    setup: Fit, checkpoints: Checkpoints, step: int, state: TrainState, tokens: int, values, source: dict[str, Any]
+) -> None:
     table = {
         "step": step,
         "tokens": tokens,
-        "source": setup.source.state(),
+        "source": source,
         "config": to_toml(setup.config),
         "data": setup.fingerprint,
     }

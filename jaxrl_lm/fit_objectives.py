@@ -76,7 +76,7 @@ class PreferenceObjective:
         mask = batch.action_mask & (batch.weights > 0)[:, None, None]
         loss = _weighted(batch.weights, self.losses(logprobs, batch, mask))
         logprobs, entropy = jax.lax.stop_gradient((logprobs, entropy))
-        average = any(name in AVERAGED for name, _ in self.parts)
+        average = all(name in (*AVERAGED, "sft") for name, _ in self.parts)
         found = algos.preference_metrics(
             logprobs, batch.ref_logprobs, mask, beta=self.beta, ld_alpha=self.ld_alpha, average=average
         )
@@ -133,7 +133,7 @@ class ComparisonObjective:
     """A reward model from comparisons: Σ_n w_n loss_n, `algos.reward_model_loss`.
 
     members > 1: every leaf of params["reward"] holds that many models on a leading axis, and the loss is the sum of
-    theirs, so that each learns as if it were alone.
+    theirs, so that each learns as if it were alone, but for a max_grad_norm, which bounds the gradient of all together.
     """
 
     center: float = 0.0

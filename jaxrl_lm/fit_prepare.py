@@ -1,6 +1,7 @@
 """What every kind of run on given rows is put together from: checked options, model on the mesh, encoded rows, schedule."""
 
 import dataclasses
+import math
 from collections.abc import Callable, Mapping
 from typing import Any, NamedTuple
 
@@ -57,6 +58,10 @@ def check(config: FitOptions, plan: Plan) -> None:
     microbatch = config.microbatch_rows or config.rows_per_step
     if config.rows_per_step % microbatch:
         raise ValueError(f"microbatch_rows={microbatch} does not divide rows_per_step={config.rows_per_step}")
+    if config.num_epochs <= 0:
+        raise ValueError(f"num_epochs={config.num_epochs}: must be above 0")
+    if config.best_metric is not None and config.best_metric.endswith(("loss", "calibration_error")):
+        raise ValueError(f"best_metric={config.best_metric!r} is best where it is lowest, and the highest is kept")
     if config.best_metric is not None and not (config.eval_dataset and config.eval_steps):
         raise ValueError(f"best_metric={config.best_metric!r} needs an eval_dataset, and eval_steps above 0")
 
@@ -87,8 +92,11 @@ class Tables(NamedTuple):
     notes: list[str]
 
 
-def make_tables(basis: Basis, encode: Callable[..., Examples], dataset: Any, *, packing: bool = False) -> Tables:
-    """The training rows and those of the evaluation sets, encoded by `encode(rows, name=…)` and given their shapes.
+def make_tables(
+    basis: Basis, encode: Callable[..., Examples], dataset: Any, *, packing: bool = False, left: bool = False
+) -> Tables:
+    """The training rows and those of the evaluation sets, encoded by `encode(rows, name=…)` and given their shapes
+    (`left`: see `table_of`).
 
     `dataset` (rows) stands in for the config's. Raises ValueError, naming file and row, for rows that do not fit.
     """
@@ -105,9 +113,11 @@ def make_tables(basis: Basis, encode: Callable[..., Examples], dataset: Any, *, 
         notes += _notes(f"eval_dataset {name!r}", one, config.max_length)
     if packing:
         data, note = _packed(data, config.max_length)
-        held = {name: _packed(one, config.max_length)[0] for name, one in held.items()}
+        first = lambda one: one._replace(rows=one.rows[: config.eval_limit], sides=one.sides[: config.eval_limit])
+        held = {name: _packed(first(one), config.max_length)[0] for name, one in held.items()}
         notes.append(note)
     shapes = {"rows": config.rows_per_step, "pad_id": basis.pad_token_id, "buckets": config.length_buckets}
+    shapes["left"] = left or packing
     train = table_of(data, list(held.values()), **shapes)
     return Tables(train, {name: dataclasses.replace(train, data=one) for name, one in held.items()}, notes)
 
@@ -153,7 +163,7 @@ class Timing(NamedTuple):
 
 def timing(config: FitOptions, rows: int) -> Timing:
     """How many steps there are, the learning rate at each, and the optimiser."""
-    total = config.max_steps or max(1, round(config.num_epochs * rows / config.rows_per_step))
+    total = config.max_steps or math.ceil(config.num_epochs * rows / config.rows_per_step)
     return Timing(total, *optimizer_of(config, total_steps=total))
 
 

@@ -15,7 +15,7 @@ import optax
 from jaxtyping import Array, Float, Int32
 
 from jaxrl_lm.fit_batches import preference_batch, sft_batch
-from jaxrl_lm.metrics import Mean, Metrics
+from jaxrl_lm.metrics import Mean, Metrics, merge
 from jaxrl_lm.models import LoraConfig, Model, attach
 from jaxrl_lm.score import score
 from jaxrl_lm.sharding import Plan
@@ -91,11 +91,27 @@ def score_sides(
     return out.swapaxes(0, 1).reshape(tokens.shape)
 
 
-def measure(params: dict[str, Params], frozen: Frozen, batch: Any, *, objective: Objective, model: Model) -> Metrics:
-    """The objective's metrics and its loss as a mean over what has a weight, so that batches of a set merge."""
-    loss, metrics = objective(params, frozen, batch, model=model)
-    count = jnp.sum(batch.weights > 0, dtype=jnp.float32)
-    return {**metrics, "loss": Mean(loss * count, count)}
+def measure(
+    params: dict[str, Params], frozen: Frozen, batch: Any, *, objective: Objective, model: Model, microbatches: int,
+    by_rows: bool,
+) -> Metrics:  # fmt: skip
+    """The objective's metrics and its loss as a mean over what has a weight, so that batches of a set merge.
+
+    `by_rows`: each row has the same weight, whatever it holds; else each token, or each pair.
+    """
+    weighted = batch.weights > 0
+    count = jnp.sum(weighted.any(-1) if by_rows and weighted.ndim > 1 else weighted, dtype=jnp.float32)
+
+    def one(part):
+        loss, metrics = objective(params, frozen, part, model=model)
+        share = 1.0 / microbatches  # of the count: the parts' losses add
+        return {**metrics, "loss": Mean(loss * count, count * share)}
+
+    if microbatches == 1:
+        return one(batch)
+    stacked = jax.lax.map(one, cut(batch, microbatches))
+    first, rest = (jax.tree.map(lambda x, part=part: x[part], stacked) for part in (0, slice(1, None)))
+    return jax.lax.scan(lambda total, part: (merge(total, part), None), first, rest)[0]
 
 
 def compile_fit(
@@ -111,10 +127,12 @@ def compile_fit(
     score_chunk: int,
     lora: LoraConfig | None = None,
     reference: bool = False,
+    by_rows: bool = False,
 ) -> FitSteps:
     """Binds everything static and names every layout.
 
-    `specs`: the declarations of what is trained, by name; `reference`: the state holds a reference that moves.
+    `specs`: the declarations of what is trained, by name; `reference`: the state holds a reference that moves;
+    `by_rows`: see `measure`.
     """
     abstract, layouts = state_shardings(specs, plan, tx, param_dtype, reference=reference)
     every, split = plan.replicated, plan.rows
@@ -154,7 +172,7 @@ def compile_fit(
         ),
         follow=jax.jit(follow, out_shardings=layouts.params.get("policy"), donate_argnums=0),
         measure=jax.jit(
-            bind(measure, objective=objective, model=model),
+            bind(measure, objective=objective, model=model, microbatches=microbatches, by_rows=by_rows),
             in_shardings=(layouts.params, None, split),
             out_shardings=every,
         ),

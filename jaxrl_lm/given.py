@@ -9,6 +9,7 @@ import hashlib
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any, NamedTuple, Protocol, runtime_checkable
 
+import jax
 import numpy as np
 from jaxtyping import Bool, Float32, Int32
 
@@ -31,9 +32,8 @@ class HostRows(NamedTuple):
     indices: list[int]  # of the real rows, in their dataset
 
     def numbers(self, values: Sequence[float]) -> Float32[np.ndarray, " N"]:
-        """A number of each row, by its index in the dataset, 0 for those that fill the batch."""
-        found = [values[index] for index in self.indices]
-        return np.asarray([*found, *[0.0] * (len(self.valid) - len(found))], np.float32)
+        """A number of each real row as one of each row, 0 for those that fill the batch."""
+        return np.asarray([*values, *[0.0] * (len(self.valid) - len(values))], np.float32)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -41,7 +41,8 @@ class Table:
     """A dataset's rows and the shapes that they are padded to."""
 
     data: Examples
-    start: int  # column of the first token that the loss reads
+    start: int  # no token before this column is read by the loss
+    left: bool  # rows begin at column 0; else the first token that the loss reads stands at `start`
     buckets: tuple[int, ...]  # columns
     rows: int  # of a batch
     pad_id: int
@@ -61,25 +62,60 @@ def pad_sides(sides: Sequence[tuple[Example, ...]], indices: list[int], table: T
     """Rows as arrays of the table's shapes; the first row stands in for those that are missing."""
     filled = [*sides, *[sides[0]] * (table.rows - len(sides))]
     flat = [example for row in filled for example in row]
-    needed = table.start + max(len(example.ids) - example.mask.index(True) for example in flat)
+    before = lambda example: 0 if table.left else table.start - example.mask.index(True)
+    needed = max(before(example) + len(example.ids) for example in flat)
     columns = min(bucket for bucket in table.buckets if bucket >= needed)
-    arrays = align(flat, start=table.start, columns=columns, pad_id=table.pad_id)
+    if table.left:
+        arrays = align_left(flat, columns=columns, pad_id=table.pad_id)
+    else:
+        arrays = align(flat, start=table.start, columns=columns, pad_id=table.pad_id)
     shaped = [x.reshape(len(filled), -1, columns) for x in arrays]
     return HostRows(*shaped, valid=np.arange(len(filled)) < len(sides), indices=indices)
 
 
-def table_of(data: Examples, others: Sequence[Examples], *, rows: int, pad_id: int, buckets: tuple[int, ...]) -> Table:
+def align_left(
+    examples: Sequence[Example], *, columns: int, pad_id: int
+) -> tuple[Int32[np.ndarray, "n T"], Int32[np.ndarray, "n T"], Bool[np.ndarray, "n T"], Float32[np.ndarray, "n T"]]:
+    """Tokens, segment ids, masks and labels as `sequences.align`, every row beginning at column 0."""
+    shape = (len(examples), columns)
+    tokens, segment_ids = np.full(shape, pad_id, np.int32), np.zeros(shape, np.int32)
+    mask, labels = np.zeros(shape, bool), np.zeros(shape, np.float32)
+    for row, example in enumerate(examples):
+        count = len(example.ids)
+        tokens[row, :count], mask[row, :count] = example.ids, example.mask
+        segment_ids[row, :count] = 1 if example.segments is None else example.segments
+        if example.labels is not None:
+            labels[row, :count] = example.labels
+    return tokens, segment_ids, mask, labels
+
+
+def table_of(
+    data: Examples,
+    others: Sequence[Examples],
+    *,
+    rows: int,
+    pad_id: int,
+    buckets: tuple[int, ...],
+    left: bool = False,
+) -> Table:
     """The shapes that hold a dataset and those that are evaluated beside it.
 
-    Raises ValueError for length_buckets of which none holds the longest row.
+    `left`: rows begin at column 0, for packed rows and for those of which only late tokens are read; else prompts end
+    at one column, so that their scores need not be computed. Raises ValueError for length_buckets of which none holds
+    the longest row.
     """
-    start, columns = layout([side for one in (data, *others) for side in one.sides])
+    sides = [side for one in (data, *others) for side in one.sides]
+    start, columns = layout(sides)
+    if left:
+        flat = [example for row in sides for example in row]
+        start = max(1, min(example.mask.index(True) for example in flat))
+        columns = -(-max(len(example.ids) for example in flat) // 8) * 8
     buckets = tuple(sorted(buckets)) or (columns,)
     if buckets[-1] < columns:
         raise ValueError(
             f"length_buckets={buckets}: the longest row takes {columns} columns; add a bucket that holds it"
         )
-    return Table(data, start, buckets, rows, pad_id)
+    return Table(data, start, left, buckets, rows, pad_id)
 
 
 def fingerprint(data: Examples) -> str:
@@ -87,6 +123,8 @@ def fingerprint(data: Examples) -> str:
     digest = hashlib.blake2b(digest_size=16)
     for side in data.sides:
         digest.update(repr(side).encode())
+    for row in data.rows:  # what the loss reads beside the tokens
+        digest.update(repr((row.get("label"), row.get("margin"))).encode())
     return digest.hexdigest()
 
 
@@ -140,7 +178,7 @@ class Given:
                 batch_indices(size, seed=self.seed, position=(step - 1) * count, count=count).tolist()
             )
         with clock("score"):
-            batch = self.make(host, self.table, state, frozen)
+            batch = jax.block_until_ready(self.make(host, self.table, state, frozen))
         return batch, {"epoch": step * count / size, "tokens": float((host.segment_ids > 0).sum())}
 
     def observe(self, found: Mapping[str, float]) -> None:

@@ -302,7 +302,7 @@ def export_reward(config: ExportConfig) -> Path:
     run = run_config(config.run)
     if config.adapter:
         raise ValueError(f"adapter: {config.run} trains a whole reward model; leave the option out")
-    model, abstract, tokenizer = reward_state(run)
+    model, abstract, tokenizer = reward_state(run, build_plan({"fsdp": -1}))
     with Checkpoints(Path(config.run) / "checkpoints", best_metric=run.best_metric, read_only=True) as checkpoints:
         step = _step_of(config, checkpoints, run.best_metric)
         state, _ = checkpoints.restore(abstract, step=step)

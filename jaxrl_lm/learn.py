@@ -129,13 +129,17 @@ def _updates(
     if rule.mask_truncated:
         learns = learns & ~np.asarray(rated.rollout.truncated)
     # A minibatch in which no row learns is no optimiser step: momentum and decay would move the weights all the same.
-    starts = [first for first in range(0, rows, size) if learns[first : first + size].any()] * config.num_iterations
+    warm = config.critic == "none" or step > config.critic_warmup_steps  # before, only the critic learns
+    teaches = warm and setup.mix is not None and setup.mix.teaches(host.rates)
+    starts = [first for first in range(0, rows, size) if teaches or learns[first : first + size].any()]
+    starts = starts * config.num_iterations
     merged, done, firsts = None, 0, {}
     for first in starts:
         chosen = steps.place(np.arange(first, first + size, dtype=np.int32))
         batch = steps.minibatch(rated, coefficients, state.key, np.int32(host.updates), chosen, rule)
         if setup.mix is not None:
             drawn = {"steps": setup.stream_steps, "rates": host.rates, "seed": config.seed}
+            drawn["learns"] = warm
             batch = MixedBatch(batch, setup.mix.batches(host.updates, state=state, frozen=frozen, **drawn))
         state, found = steps.update(state, frozen, batch)
         host.updates += 1

@@ -31,7 +31,7 @@ from jaxrl_lm.prepare import Setup, prepare
 from jaxrl_lm.report import Reporter
 from jaxrl_lm.rewards import RewardError
 from jaxrl_lm.rollout import EVAL
-from jaxrl_lm.runs import check_same_run, on_signal
+from jaxrl_lm.runs import check_command, check_same_run, on_signal
 from jaxrl_lm.types import Frozen, TrainState
 from jaxrl_lm.update import Objective
 
@@ -156,6 +156,7 @@ def _start(setup: Setup, checkpoints: Checkpoints) -> tuple[Setup, Host, TrainSt
         spare = {name: tree for name, tree in setup.params.items() if name not in kept}
         jax.tree.map(lambda leaf: leaf.delete(), spare)  # the restored state takes their place
         saved = checkpoints.restore_host()
+        check_command(setup.directory, None)
         notes += check_same_run(saved, config, directory=setup.directory, fingerprint=setup.fingerprint)
         state, saved = checkpoints.restore(setup.steps.abstract_state)
         host.load(saved["host"], rows=setup.prompts.rows)
@@ -164,6 +165,7 @@ def _start(setup: Setup, checkpoints: Checkpoints) -> tuple[Setup, Host, TrainSt
     setup.directory.mkdir(parents=True, exist_ok=True)
     rewind(setup.directory, done if latest is not None else -1)
     (setup.directory / "config.toml").write_text(to_toml(config))
+    (setup.directory / "run.json").unlink(missing_ok=True)  # of another command that saved nothing
     return setup._replace(params=None), host, state, frozen, done, notes
 
 

@@ -9,14 +9,16 @@ import dataclasses
 from collections.abc import Mapping, Sequence
 from typing import Any, NamedTuple
 
+import jax
 import numpy as np
 
 from jaxrl_lm.config import GRPOConfig
 from jaxrl_lm.data import batch_indices, read_rows
+from jaxrl_lm.encode import EncodedPrompts
 from jaxrl_lm.fit_objectives import PreferenceObjective
 from jaxrl_lm.fit_steps import StreamSteps
-from jaxrl_lm.given import HostRows, Table, table_of
-from jaxrl_lm.metrics import Metric
+from jaxrl_lm.given import HostRows, Table, fingerprint, table_of
+from jaxrl_lm.metrics import Metric, Sum
 from jaxrl_lm.models import Model
 from jaxrl_lm.objectives import SFTObjective
 from jaxrl_lm.rollout import SolveRates
@@ -49,6 +51,7 @@ class MixedObjective:
             own, more = objective(params, frozen, part, model=model)
             loss = loss + weight * own
             found |= {f"{name}/{key}": value for key, value in more.items()}
+            found[f"{name}/loss"] = Sum(jax.lax.stop_gradient(own))
         return loss, found
 
 
@@ -75,14 +78,34 @@ class Mix(NamedTuple):
             main=main, streams=tuple((one.name, one.weight, make[one.name](**of(one))) for one in self.streams)
         )
 
+    def fingerprint(self) -> str:
+        """A hash of the streams' rows: a resumed run must see the same."""
+        return "".join(fingerprint(one.table.data) for one in self.streams)
+
+    def teaches(self, rates: SolveRates) -> bool:
+        """Whether any stream has a weight and a row now, so that there is something to learn beside the policy's samples."""
+        rows = lambda one: one.sources is None or any(rates.never_solved(source) for source in one.sources)
+        return any(one.weight > 0 and rows(one) for one in self.streams)
+
     def batches(
-        self, number: int, steps: StreamSteps, state: TrainState, frozen: Frozen, rates: SolveRates, *, seed: int
+        self,
+        number: int,
+        steps: StreamSteps,
+        state: TrainState,
+        frozen: Frozen,
+        rates: SolveRates,
+        *,
+        seed: int,
+        learns: bool = True,
     ) -> tuple[Any, ...]:
-        """The streams' batches of update `number`: rows are a function of (seed, number), and of what has been solved."""
-        return tuple(self._batch(one, number, steps, state, frozen, rates, seed) for one in self.streams)
+        """The streams' batches of update `number`: rows are a function of (seed, number), and of what has been solved.
+
+        learns=False: no row has a weight, as while only a critic learns.
+        """
+        return tuple(self._batch(one, number, steps, state, frozen, rates, seed, learns) for one in self.streams)
 
     def _batch(
-        self, stream: Stream, number: int, steps: StreamSteps, state, frozen, rates: SolveRates, seed: int
+        self, stream: Stream, number: int, steps: StreamSteps, state, frozen, rates, seed: int, learns: bool
     ) -> Any:
         table = stream.table
         rows = list(range(len(table.data.sides)))
@@ -90,7 +113,7 @@ class Mix(NamedTuple):
             rows = [row for row in rows if rates.never_solved(stream.sources[row])]
         chosen = batch_indices(len(rows), seed=seed, position=number * table.rows, count=table.rows) if rows else []
         host = table.batch([rows[place] for place in chosen] or [0])
-        if not rows:
+        if not rows or not learns:
             host = host._replace(valid=np.zeros_like(host.valid))
         return self._placed(stream.name, host, table, steps, state, frozen)
 
@@ -196,6 +219,19 @@ def open_mix(
         table = table_of(data, [], rows=config.mix_rows, pad_id=pad_token_id, buckets=())
         streams.append(Stream(name, weight, table, sources))
     return Mix(tuple(streams), config.mix_beta)
+
+
+def check_held_out_streams(mix: Mix, eval_sets: Mapping[str, EncodedPrompts]) -> None:
+    """Raises ValueError where a prompt of an evaluation set is trained on by a stream."""
+    for stream in mix.streams:
+        prompts = {tuple(side.ids[: side.mask.index(True)]) for sides in stream.table.data.sides for side in sides}
+        for name, held in eval_sets.items():
+            shared = [row for row, ids in enumerate(held.ids) if tuple(ids) in prompts]
+            if shared:
+                raise ValueError(
+                    f"eval_dataset {name!r}: {len(shared)} of its prompts are trained on by mix.{stream.name} (the first is "
+                    f"row {shared[0]}): take them out of one of the two"
+                )
 
 
 def _solutions(column: str, prompts: list[dict]) -> tuple[list[dict], list[int]]:

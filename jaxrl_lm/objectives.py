@@ -186,7 +186,7 @@ class SFTObjective:
     start: int = 1  # no token before this column has a weight
 
     def __call__(self, params: dict[str, Params], frozen: Frozen, batch: SFTBatch, *, model: Model):
-        """Returns (loss, metrics); the metrics are the mean entropy and the number of tokens."""
+        """Returns (loss, metrics); the metrics are the mean entropy and the number of trained tokens."""
         scores = score(
             params["policy"], batch.tokens, batch.segment_ids, model=model, chunk=self.score_chunk, start=self.start
         )
@@ -194,5 +194,5 @@ class SFTObjective:
         loss = -jnp.sum(batch.weights * jnp.where(mask, scores.logprobs, 0.0))
         return loss, {
             "entropy": mean_of(jax.lax.stop_gradient(scores.entropy), mask),
-            "num_tokens": Sum(jnp.sum(mask, dtype=jnp.float32)),
+            "trained_tokens": Sum(jnp.sum(mask, dtype=jnp.float32)),
         }

@@ -93,7 +93,9 @@ def open_online(config: DPOConfig, basis: Basis, dataset: Any, reward_functions)
     steps = compile_steps(basis.model, basis.plan, objective=None, tx=optax.identity(), rows=count, sampling=sampling,
                           lora=lora_of(config))  # fmt: skip
     table = Table(
-        Examples([], [], 0, 0, 0, 0), start, (start + config.max_completion_length,), config.rows_per_step,
+        Examples([], [], 0, 0, 0, 0),
+        start,
+        False, (start + config.max_completion_length,), config.rows_per_step,
         basis.pad_token_id,
     )  # fmt: skip
 
@@ -161,7 +163,7 @@ class OnlinePairs:
                 for side, values in enumerate(pair.logprobs):
                     old[row, side, online.table.start :][: len(values)] = values
             old = old if "inpo" in config.loss_type else None
-            batch = self._make.batch(host, online.table, state, frozen, old_logprobs=old)
+            batch = jax.block_until_ready(self._make.batch(host, online.table, state, frozen, old_logprobs=old))
         return batch, found | {"tokens": float((host.segment_ids[: len(mine)] > 0).sum())}
 
     def _refresh(self, state: TrainState, frozen: Frozen, clock: Clock, needed: int) -> dict[str, float]:
@@ -265,9 +267,9 @@ def best_and_worst(
             continue
         best = max(rows, key=lambda n: values[place, n])
         worst = min(rows, key=lambda n: values[place, n])
-        if values[place, best] == values[place, worst]:
-            continue
         ids = [sampled.completion_ids[place * group + n] for n in (best, worst)]
+        if values[place, best] == values[place, worst] or ids[0] == ids[1]:
+            continue
         own = [logprobs[place * group + n][mask[place * group + n]].tolist() for n in (best, worst)]
         pairs.append(Pair(prompts.ids[index], *ids, tuple(own)))
     return pairs

@@ -52,7 +52,8 @@ class Reference:
                 scores = np.asarray(self.score(host.tokens, host.segment_ids, table.start, None, frozen))
                 for row, index in enumerate(host.indices):
                     sides = enumerate(table.data.sides[index])
-                    rows.append([scores[row, s, table.start :][: len(one.ids) - _first(one)] for s, one in sides])
+                    length = lambda one: len(one.ids) - _first(one)
+                    rows.append([scores[row, s, table.start :][: length(one)].copy() for s, one in sides])
             self._kept[id(table.data)] = rows
 
 
@@ -109,8 +110,11 @@ class UnpairedBatches(Stateless):
         Source: KTO (Ethayarajh et al., 2024), section 4: each prompt with the completion of the next row.
         """
         steps, place = self._steps, self._steps.place
-        labels = host.numbers([float(row["label"]) for row in table.data.rows]) > 0.5
-        others = mismatched([table.data.sides[index][0] for index in host.indices])
+        labels = host.numbers([float(table.data.rows[index]["label"]) for index in host.indices]) > 0.5
+        rows = [table.data.sides[index][0] for index in host.indices]
+        if len(rows) == 1:  # the last of an evaluation: with the dataset's next row
+            rows.append(table.data.sides[(host.indices[0] + 1) % len(table.data.sides)][0])
+        others = mismatched(rows)[: len(host.indices)]
         other = pad_sides([(one,) for one in others], host.indices, table)
         shapes = place((other.tokens, other.segment_ids))
         policy = steps.score(state.params["policy"], frozen.base, *shapes, table.start)
@@ -127,7 +131,11 @@ class UnpairedBatches(Stateless):
 
 
 def mismatched(rows: Sequence[Example]) -> list[Example]:
-    """Each row's prompt with the completion of the row after it, the last one's with that of the first."""
+    """Each row's prompt with the completion of the row after it, the last one's with that of the first.
+
+    The completion is the other row's as it was cut, so that a row may be longer than max_length by the difference of the
+    two prompts.
+    """
     out = []
     for row, other in zip(rows, [*rows[1:], rows[0]], strict=True):
         prompt, completion = row.ids[: _first(row)], other.ids[_first(other) :]

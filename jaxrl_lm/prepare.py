@@ -38,7 +38,7 @@ from jaxrl_lm.data import default_buckets, read_rows
 from jaxrl_lm.distill import DistillObjective
 from jaxrl_lm.encode import EncodedPrompts, encode_prompts
 from jaxrl_lm.fit_steps import StreamSteps, compile_streams
-from jaxrl_lm.mix import Mix, check_mix, check_teacher, open_mix, split_rows
+from jaxrl_lm.mix import Mix, check_held_out_streams, check_mix, check_teacher, open_mix, split_rows
 from jaxrl_lm.models import Model, eos_token_ids
 from jaxrl_lm.optim import optimizer_of
 from jaxrl_lm.options import from_dict
@@ -349,6 +349,8 @@ def prepare(
     pad, eos = sampling.pad_token_id, tokenizer.eos_token_id
     eos = sampling.eos_token_ids[0] if eos is None else eos
     mix = open_mix(config, tokenizer, eos_token_id=eos, pad_token_id=pad, told=told, prompts=data.prompts.rows)
+    if mix is not None:
+        check_held_out_streams(mix, data.eval_sets)
     teacher_model, teacher = open_teacher(config, tokenizer, plan) or (None, None)
     own = {"advantages": advantages, "objective": whole_objective(config, algorithm, objective, teacher_model, mix)}
     total_updates = total_steps * updates_per_step(config)
@@ -387,6 +389,6 @@ def prepare(
         eval_rewards=rewards.evaluate,
         step_reward=rewards.steps,
         total_steps=total_steps,
-        fingerprint=fingerprint(data.prompts),
+        fingerprint=fingerprint(data.prompts) + (mix.fingerprint() if mix is not None else ""),
         notes=start_notes(config, model, tokenizer, data, trained, base, plan),
     )

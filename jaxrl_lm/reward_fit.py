@@ -139,8 +139,8 @@ class ComparisonBatches(Stateless):
 
     def __call__(self, host: HostRows, table: Table, state: TrainState, frozen: Frozen) -> ComparisonBatch:
         """The batch of these pairs."""
-        margins = [row.get("margin") for row in table.data.rows]
         place = self._steps.place
+        margins = [table.data.rows[index].get("margin") for index in host.indices]
         margin = None if margins[0] is None else place(host.numbers(margins))
         return self._steps.batch(*place((host.tokens, host.segment_ids, host.valid)), margin)
 
@@ -187,10 +187,11 @@ def prepare_reward(config: RewardConfig, *, dataset: Any = None) -> Fit:
     specs, params = classifier_specs(basis.model), basis.params
     if config.members > 1:
         specs, params = stacked(specs, config.members), _stack(start, config.members)
-    tables = make_tables(basis, encode, dataset)
+    tables = make_tables(basis, encode, dataset, left=True)
     if config.loss_type == "bradley_terry":
         _check_margins(tables)
-    return _fit("reward", start, params, specs, tables, objective, make_batch, batches)
+    by_rows = config.loss_type != "bradley_terry"
+    return _fit("reward", start, params, specs, tables, objective, make_batch, batches, by_rows=by_rows)
 
 
 def prepare_prm(config: PRMConfig, *, dataset: Any = None) -> Fit:
@@ -206,13 +207,15 @@ def prepare_prm(config: PRMConfig, *, dataset: Any = None) -> Fit:
         step_separator=config.step_separator,
         long_rows=config.long_rows,
     )
-    tables = make_tables(basis, encode, dataset)
+    tables = make_tables(basis, encode, dataset, left=True)
     specs = classifier_specs(basis.model, labels=PROCESS_LABELS, bias=True)
     objective = LabelledObjective(kind="process")
     return _fit("prm", start, basis.params, specs, tables, objective, labelled_batch, LabelledBatches)
 
 
-def _fit(command: str, start: Start, params, specs, tables: Tables, objective, make_batch, batches) -> Fit:
+def _fit(
+    command: str, start: Start, params, specs, tables: Tables, objective, make_batch, batches, *, by_rows: bool = False
+) -> Fit:
     basis, config = start.basis, start.basis.config
     time = timing(config, len(tables.train.data.sides))
     steps = compile_fit(
@@ -225,6 +228,7 @@ def _fit(command: str, start: Start, params, specs, tables: Tables, objective, m
         param_dtype=config.param_dtype,
         microbatches=basis.microbatches,
         score_chunk=config.score_chunk,
+        by_rows=by_rows,
     )
     head = "a fresh head on a language model" if start.fresh else "training goes on from a trained head"
     return Fit(
@@ -246,18 +250,18 @@ def _fit(command: str, start: Start, params, specs, tables: Tables, objective, m
     )
 
 
-def reward_state(config: RewardConfig | PRMConfig) -> tuple[Model, TrainState, Any]:
-    """The model, the shapes and layouts of a run's state, to restore a checkpoint into, and the tokenizer."""
+def reward_state(config: RewardConfig | PRMConfig, plan: Plan) -> tuple[Model, TrainState, Any]:
+    """The model, the shapes and layouts of a run's state on a mesh, to restore a checkpoint into, and the tokenizer."""
     process = isinstance(config, PRMConfig)
     kind = {"labels": PROCESS_LABELS, "bias": True} if process else {"labels": 1, "bias": False}
-    basis = _open(config, **kind).basis
-    specs = classifier_specs(basis.model, **kind)
+    model, _, tokenizer, _ = load_classifier_start(config.model, plan=plan, dtype=config.param_dtype, **kind)
+    specs = classifier_specs(model, **kind)
     if not process and config.members > 1:
         specs = stacked(specs, config.members)
     _, tx = optimizer_of(config, total_steps=1 + config.warmup_steps)
-    abstract, layouts = state_shardings({"reward": specs}, basis.plan, tx, config.param_dtype)
+    abstract, layouts = state_shardings({"reward": specs}, plan, tx, config.param_dtype)
     place = lambda x, layout: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=layout)
-    return trunk_model(basis.model), jax.tree.map(place, abstract, layouts), basis.tokenizer
+    return model, jax.tree.map(place, abstract, layouts), tokenizer
 
 
 def save_reward(

@@ -62,6 +62,16 @@ def command_of(directory: str | Path) -> str | None:
     return json.loads(path.read_text())["command"] if path.is_file() else None
 
 
+def check_command(directory: Path, command: str | None) -> None:
+    """Raises ValueError where a directory holds the run of another command."""
+    found = command_of(directory)
+    if found != command:
+        shown = lambda name: name or "grpo, rloo or ppo"
+        raise ValueError(
+            f"{directory} holds a run of {shown(found)}, and this is {shown(command)}: give another output_dir"
+        )
+
+
 def keep_batch(directory: Path, step: int, batch: Any) -> Path:
     """Writes the arrays of a batch whose loss was not finite."""
     path = directory / f"nonfinite_step_{step:06d}.npz"

@@ -257,9 +257,7 @@ def run_search(config: SearchConfig) -> dict[str, Any]:
     if set(config.methods) - {"beam"}:
         logits = config.scorer.startswith(PREFIX) and "sigmoid=true" not in config.scorer
         candidates = sample_candidates(config, completer, scorer, verifier, prompts)
-        result |= judge_candidates(
-            candidates, config.methods, logits=logits
-        )
+        result |= judge_candidates(candidates, config.methods, logits=logits)
         result["tokens"] = candidates.tokens
         table = zip(candidates.texts, candidates.scores.tolist(), candidates.gold.tolist(), strict=True)
         for record, (texts, scores, gold) in zip(records, table, strict=True):

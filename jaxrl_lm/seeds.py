@@ -52,8 +52,10 @@ def train_seeds(
     for number in range(config.seeds):
         own = {"seed": config.seed + number, "seeds": 1, "output_dir": str(directory / f"seed_{config.seed + number}")}
         setup = prepare(dataclasses.replace(config, **own), **parts)
-        shared = shared or setup.steps  # a seed is an argument of the compiled steps, so they serve every run
-        setup = setup._replace(steps=shared, sampler=dataclasses.replace(setup.sampler, steps=shared))
+        # A seed is an argument of the compiled steps, so they serve every run.
+        shared = shared or (setup.steps, setup.stream_steps)
+        sampler = dataclasses.replace(setup.sampler, steps=shared[0])
+        setup = setup._replace(steps=shared[0], stream_steps=shared[1], sampler=sampler)
         finished = run(setup)
         if finished.interrupted:
             raise SystemExit(f"{own['output_dir']}: {finished.stopped}; the same command goes on from there")

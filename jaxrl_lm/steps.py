@@ -43,7 +43,6 @@ from jaxrl_lm.types import (
     Requests,
     Rollout,
     Scores,
-    SFTBatch,
     TrainState,
 )
 from jaxrl_lm.update import Objective, adapted, cut, update
@@ -70,7 +69,6 @@ class Steps:
     credit: Callable[..., Credit]  # (returns, valid, rollout, current, ref, kl_coefficient, values, greedy_returns,
     # step_rewards, step_ends)
     minibatch: Callable[..., Any]  # (rated, coefficients, key, number, rows, rule)
-    sft_batch: Callable[..., SFTBatch]  # (tokens, segment_ids, mask)
     update: Callable[..., Any]  # (state, frozen, batch)
     follow: Callable[..., Params]  # (reference, policy, ema): the moved reference, whose old one is donated
 
@@ -207,7 +205,6 @@ def compile_steps(
     rows: int,
     sampling: SamplingConfig | None = None,
     credit: CreditRule | None = None,
-    over: str = "token-mean",
     microbatches: int = 1,
     score_chunk: int = 2048,
     score_rows_at_once: int | None = None,
@@ -219,9 +216,8 @@ def compile_steps(
 ) -> Steps:
     """Binds everything static and names every layout; nothing is compiled before its first call.
 
-    `rows` is the number of completions a step, `over` the reduction of supervised batches; `reference`: the state holds
-    a reference that moves. Raises ValueError if rows do not divide over the mesh. Scoring runs over
-    `score_rows_at_once` rows at a time (None: all).
+    `rows` is the number of completions a step; `reference`: the state holds a reference that moves. Raises ValueError
+    if rows do not divide over the mesh. Scoring runs over `score_rows_at_once` rows at a time (None: all).
     """
     if rows % plan.batch_ways:
         raise ValueError(f"{rows} rows do not divide over the {plan.batch_ways} devices of the mesh's batch axes")
@@ -283,10 +279,6 @@ def compile_steps(
         ),
         credit=jax.jit(bind(credit_rows, rule=credit, estimator=kl_estimator), out_shardings=split),
         minibatch=jax.jit(minibatch_rows, static_argnums=5, out_shardings=split),
-        sft_batch=jax.jit(
-            lambda tokens, segment_ids, mask: SFTBatch(tokens, segment_ids, algos.token_weights(mask, over=over)),
-            out_shardings=split,
-        ),
         update=jax.jit(
             bind(update, objective=objective, tx=tx, model=model, microbatches=microbatches),
             in_shardings=(layouts, None, split),

@@ -280,9 +280,9 @@ class Vocabulary:
 def test_another_vocabulary_is_refused():
     check_same_vocabulary(Vocabulary("a", "b", "c"), Vocabulary("a", "b", "c"))
     for other, message in (
-        (Vocabulary("a", "x", "y"), "token 1 is 'b' to the student and 'x' to the teacher"),
-        (Vocabulary("a", "b", "c", "d"), "token 3 is None to the student and 'd' to the teacher"),
-        (Vocabulary("a", "b"), "token 2 is 'c' to the student and None to the teacher"),
+        (Vocabulary("a", "x", "y"), "token 1 is 'b' to the policy's tokenizer and 'x' to this model's"),
+        (Vocabulary("a", "b", "c", "d"), "token 3 is None to the policy's tokenizer and 'd' to this model's"),
+        (Vocabulary("a", "b"), "token 2 is 'c' to the policy's tokenizer and None to this model's"),
     ):
         with pytest.raises(ValueError, match=message):
             check_same_vocabulary(Vocabulary("a", "b", "c"), other)

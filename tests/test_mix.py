@@ -229,7 +229,7 @@ def test_loss_and_gradient_are_the_weighted_sum(head_only):
     assert_close(grads, total, rtol=1e-6)
     expected = {key: value for key, value in result(parts[0][1]).items() if key != "loss"}
     for name, (_, one) in zip(("sft", "dpo"), parts[1:], strict=True):
-        expected |= {f"{name}/{key}": value for key, value in result(one).items() if key != "loss"}
+        expected |= {f"{name}/{key}": value for key, value in result(one).items()}  # its own loss before the weight
     got = result(found)
     del got["loss"]
     assert got == pytest.approx(expected, rel=1e-5, nan_ok=True)
@@ -291,7 +291,7 @@ def test_the_first_update_adds_sft_and_ln_2_for_pairs(options, plain, both, pair
     first = both.metrics[0]
     assert first["loss"] == pytest.approx(plain.metrics[0]["loss"] + 0.1 * loss + 0.5 * math.log(2), rel=1e-5)
     assert first["dpo/rewards/margins"] == pytest.approx(0.0, abs=1e-5)
-    assert first["sft/num_tokens"] == (batch.weights > 0).sum()
+    assert first["sft/trained_tokens"] == (batch.weights > 0).sum()
     assert first["entropy"] == pytest.approx(plain.metrics[0]["entropy"], rel=1e-5)
     jax.tree.map(np.testing.assert_array_equal, both.batches[0].main.tokens, plain.batches[0].tokens)
 
@@ -309,7 +309,7 @@ def test_the_streams_go_through_their_rows_beside_the_steps(both, model):
     assert_reference(both.batches[3].streams[1], start, params)
     assert both.metrics[3]["dpo/rewards/margins"] > 0.1
     logged = both.run.metrics[-1]
-    assert logged["sft/num_tokens"] == np.mean([both.metrics[n]["sft/num_tokens"] for n in (2, 3)])
+    assert logged["sft/trained_tokens"] == np.mean([both.metrics[n]["sft/trained_tokens"] for n in (2, 3)])
     assert {"sft/entropy", "dpo/rewards/chosen", "dpo/logps/rejected", "dpo/entropy", "kl"} < logged.keys()
     kernel = lambda tree: np.asarray(tree["embed"]["table"])
     assert np.abs(kernel(both.run.state.params["policy"]) - kernel(params)).max() > 1e-3
@@ -325,6 +325,8 @@ def test_a_mixed_run_is_resumed_bit_for_bit(mixed, both):
     for ours, theirs in zip(again.batches, both.batches[2:], strict=True):
         jax.tree.map(np.testing.assert_array_equal, ours, theirs)
     assert tiny_run.bits(again.run.state) == tiny_run.bits(both.run.state)
+    with pytest.raises(ValueError, match="the training rows are not those that this run was started with"):
+        play(given, [*TOLD[:-1], {**TOLD[-1], "completion": "7"}])
 
 
 def test_pairs_are_compared_with_the_reference_that_there_is(mixed, model, other):
@@ -384,6 +386,15 @@ def test_a_bad_row_of_a_stream_is_named(options, tmp_path):
         prepare(GRPOConfig(**options(mix={"dpo": 0.1}, mix_dataset={"dpo": path}, mix_rows=8)), dataset=SUMS)
 
 
+def test_a_prompt_of_an_evaluation_set_is_not_a_streams(options, tmp_path):
+    path = tiny_run.write_rows(tmp_path / "held.jsonl", [*tiny_run.problems("test", 2), rows(PROBLEMS[18:19])[0]])
+    given = {"mix": {"sft": 0.1}, "mix_rows": 8, "eval_dataset": {"held": path}}
+    with pytest.raises(
+        ValueError, match=r"eval_dataset 'held': 1 of its prompts are trained on by mix\.sft .* row 2\)"
+    ):
+        prepare(GRPOConfig(**options(**given)), dataset=TOLD)
+
+
 # --- prompts that were never solved -----------------------------------------------------------------------------------
 
 UNSOLVED = {"mix": {"sft": 1.0}, "mix_unsolved": "solution", "mix_rows": 8}
@@ -395,16 +406,21 @@ def test_only_prompts_that_were_sampled_and_never_solved_have_rows(options):
     dataset[2]["solution"], dataset[5]["solution"] = None, "1" * 600
     setup = prepare(GRPOConfig(**options(**UNSOLVED)), dataset=dataset)
     rates = SolveRates(16)
-    draw = lambda: setup.mix.batches(0, setup.stream_steps, NO_STATE, Frozen(), rates, seed=0)[0]
-    empty = jax.device_get(draw())
-    assert (empty.weights == 0).all()
+    draw = lambda **flag: setup.mix.batches(0, setup.stream_steps, NO_STATE, Frozen(), rates, seed=0, **flag)[0]
+    assert not draw().weights.any()
+    assert not setup.mix.teaches(rates)
     rates.observe([1, 2, 5, 7, 9, 11], np.array([0.0, 0.0, 0.0, 0.25, np.nan, 0.0]))
     batch = draw()
     assert set(texts(batch)) == {f"{dataset[i]['prompt']}{dataset[i]['solution']}<eos>" for i in (1, 11)}
     assert float(batch.weights.sum()) == pytest.approx(1.0, rel=1e-6)
+    assert not draw(learns=False).weights.any()  # while only a critic learns
+    assert setup.mix.teaches(rates)
+    assert not setup.mix._replace(streams=(setup.mix.streams[0]._replace(weight=0.0),)).teaches(rates)
     rates.observe([1], np.array([0.5]))
     rates.observe([1], np.array([0.0]))
     assert set(prompts_of(draw())) == {dataset[11]["prompt"]}
+    rates.observe([11], np.array([1.0]))
+    assert not setup.mix.teaches(rates)
 
 
 def judge():
@@ -433,10 +449,10 @@ def watched(options):
 def test_solutions_come_and_go_with_what_a_run_has_solved(watched):
     found, solved, never = watched
     assert len(found.batches) == 6  # two a step
-    rows, sizes = [batch.streams[0] for batch in found.batches], [row["sft/num_tokens"] for row in found.metrics]
+    rows, sizes = [batch.streams[0] for batch in found.batches], [row["sft/trained_tokens"] for row in found.metrics]
     for row, batch in zip(found.metrics[:2], rows[:2], strict=True):
         # Nothing is unsolved and all groups are equal: no gradient at all.
-        assert (row["loss"], row["grad_norm"], row["sft/num_tokens"]) == (0.0, 0.0, 0.0)
+        assert (row["loss"], row["grad_norm"], row["sft/trained_tokens"]) == (0.0, 0.0, 0.0)
         assert not batch.weights.any()
     assert math.isnan(found.metrics[0]["sft/entropy"])  # nothing was measured
     middle, last = ([set(prompts_of(batch)) for batch in part] for part in (rows[2:4], rows[4:]))
@@ -515,7 +531,7 @@ def test_a_teacher_of_another_vocabulary_is_refused(options, tmp_path):
     config = ModelConfig(vocab_size=len(tokenizer), head_dim=16, tie_embeddings=True, **shape)
     network = build(config)
     save(tmp_path / "teacher", network, network.init(jax.random.key(0)), tokenizer)
-    message = r"teacher='.*teacher': token 24 is None to the student and 'teach' to the teacher"
+    message = r"teacher='.*teacher': token 24 is None to the policy's tokenizer and 'teach' to this model's"
     with pytest.raises(ValueError, match=message):
         prepare(GRPOConfig(**options(teacher=str(tmp_path / "teacher"), **ALONE)), dataset=SUMS)
 

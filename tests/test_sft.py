@@ -259,7 +259,9 @@ def test_long_rows_are_dropped_cut_or_refused(options, rows):
         ({"max_length": 3}, "dataset: no row is left"),
         ({"length_buckets": (8,)}, r"length_buckets=\(8,\): the longest row takes 32 columns"),
         ({"learning_rate": -1.0}, "learning_rate=-1.0: must be at least 0"),
-        ({"best_metric": "eval/test/loss"}, "best_metric='eval/test/loss' needs an eval_dataset"),
+        ({"best_metric": "eval/test/loss"}, "best_metric='eval/test/loss' is best where it is lowest"),
+        ({"best_metric": "eval/test/entropy"}, "best_metric='eval/test/entropy' needs an eval_dataset"),
+        ({"num_epochs": 0.0}, r"num_epochs=0\.0: must be above 0"),
     ],
 )
 def test_options_that_do_not_fit(changes, message, options, rows):

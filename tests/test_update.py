@@ -358,7 +358,7 @@ def test_the_supervised_loss_is_the_weighted_cross_entropy(model, params):
     loss, metrics, scores = run(params)
     assert float(loss) == pytest.approx(-np.sum(np.float64(weights) * np.float64(scores.logprobs)), rel=1e-5)
     found = result(metrics)
-    assert found["num_tokens"] == MASK.sum() - LENGTHS[5]
+    assert found["trained_tokens"] == MASK.sum() - LENGTHS[5]
     assert found["entropy"] == pytest.approx(np.asarray(scores.entropy)[weights > 0].mean(), rel=1e-5)
 
 
