@@ -145,11 +145,15 @@ def dpo(directory: Path, files: dict[str, str]) -> None:
 
 
 STEPS, PROMPTS, GROUP = 48, 16, 8
+LONGER = 73  # steps of GRPO that sample as much as online DPO's 48
 ARMS = {"offline DPO": STEPS, "semi-online DPO, every 16": 16, "semi-online DPO, every 4": 4, "online DPO": 1}
 
 
 def online(directory: Path, files: dict[str, str], seeds: int = 3) -> None:
-    """The same number of samples, steps and rows for each; only where the pairs come from differs."""
+    """The same number of steps and rows for each; only where the pairs come from differs.
+
+    Prompts whose samples are all alike are replaced by others, so that DPO samples somewhat more than GRPO does.
+    """
     shared = {
         "model": files["model"], "dataset": files["train"], "eval_dataset": {"test": files["test"]}, "reward": (REWARD,),
         "num_generations": GROUP, "max_completion_length": LENGTH, "lr_scheduler": "linear", "max_steps": STEPS,
@@ -166,21 +170,32 @@ def online(directory: Path, files: dict[str, str], seeds: int = 3) -> None:
                 )  # fmt: skip
                 jaxrl_lm.train_dpo(config)
             ends.setdefault(name, []).append(load_metrics(output / "metrics.jsonl"))
-        output = directory / f"online_grpo_{seed}"
-        if not (output / "checkpoints" / str(STEPS)).exists():
-            config = jaxrl_lm.GRPOConfig(
-                **shared, output_dir=str(output), seed=seed, preset="grpo", learning_rate=3e-4, probe_prompts=0,
-                completions_steps=0,
-            )  # fmt: skip
-            jaxrl_lm.train(config)
-        ends.setdefault("GRPO", []).append(load_metrics(output / "metrics.jsonl"))
+        for name, steps in {"GRPO": STEPS, "GRPO, as many samples": LONGER}.items():
+            output = directory / f"online_grpo_{steps}_{seed}"
+            if not (output / "checkpoints" / str(steps)).exists():
+                config = jaxrl_lm.GRPOConfig(
+                    **{**shared, "max_steps": steps, "eval_steps": steps}, output_dir=str(output), seed=seed,
+                    preset="grpo", learning_rate=3e-4, probe_prompts=0, completions_steps=0,
+                )  # fmt: skip
+                jaxrl_lm.train(config)
+            ends.setdefault(name, []).append(load_metrics(output / "metrics.jsonl"))
     names = ("pass@1", "greedy_accuracy", "pass@8", "entropy")
     table = []
     for name, runs in {"start": ends["GRPO"], **ends}.items():
         at = 0 if name == "start" else -1
         cells = [estimate([run[at][f"eval/test/{metric}"] for run in runs]) for metric in names]
-        table.append((name, *(f"{one.mean:.3f} ± {one.half:.3f}" for one in cells)))
-    show(f"{STEPS} steps of {PROMPTS} prompts, {GROUP} samples each; {seeds} seeds", ("", *names), table)
+        drawn = "" if name == "start" else f"{np.mean([completions(run, ARMS.get(name)) for run in runs]):.0f}"
+        table.append((name, *(f"{one.mean:.3f} ± {one.half:.3f}" for one in cells), drawn))
+    show(f"{STEPS} steps of {PROMPTS} pairs or groups; {seeds} seeds", ("", *names, "completions"), table)
+
+
+def completions(run: list[dict], refresh: int | None) -> float:
+    """How many a run has sampled; `refresh` is None for GRPO."""
+    if refresh is None:
+        return run[-1]["step"] * PROMPTS * GROUP
+    shares = [row["pairs/kept_share"] for row in run if "pairs/kept_share" in row]
+    pairs = [row["pairs/share"] * PROMPTS * refresh for row in run if "pairs/kept_share" in row]
+    return sum(pair / share for pair, share in zip(pairs, shares, strict=True)) * GROUP
 
 
 if __name__ == "__main__":

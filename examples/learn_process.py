@@ -7,6 +7,7 @@
 All start from one model (`jaxrl_lm/lab/small.py`), made on the first call. docs/results.md holds what these printed.
 """
 
+import dataclasses
 import json
 import sys
 from pathlib import Path
@@ -17,8 +18,9 @@ import jaxrl_lm
 from jaxrl_lm.config import PPOConfig
 from jaxrl_lm.inference import run_export, run_generate
 from jaxrl_lm.lab.run import REWARD
-from jaxrl_lm.lab.small import SCORER, small_start
-from jaxrl_lm.lab.task import Problem, check
+from jaxrl_lm.lab.small import SCORER, SMALL, small_start
+from jaxrl_lm.lab.task import Problem, check, make_problems
+from jaxrl_lm.lab.task import rows as task_rows
 from jaxrl_lm.label_steps import run_label_steps
 from jaxrl_lm.report import load_metrics
 from jaxrl_lm.search import run_search
@@ -95,7 +97,8 @@ def prm(directory: Path, files: dict[str, str]) -> None:
     ]
     shared = {
         "model": small_start(directory / "scorer", SCORER)["model"], "rows_per_step": 64, "max_steps": 400,
-        "learning_rate": 3e-4, "warmup_steps": 20, "lr_scheduler": "linear", "eval_steps": 0, "save_steps": 0, "logging_steps": 100,
+        "learning_rate": 3e-4, "warmup_steps": 20, "lr_scheduler": "linear", "eval_steps": 0, "save_steps": 0,
+        "logging_steps": 100,
     }  # fmt: skip
     process = jaxrl_lm.PRMConfig(
         dataset=stepwise, output_dir=str(directory / "prm"), step_separator=SEPARATOR, **shared
@@ -154,6 +157,27 @@ def prm(directory: Path, files: dict[str, str]) -> None:
 
 STEPS = "jaxrl_lm.lab.task:lab_step_rewards"
 PROMPTS, GROUP = 16, 8
+# A demonstrator that forgets three carries in four, and sums with two carries and more: a right answer is rare at first.
+CARRIES = dataclasses.replace(SMALL, digits=3, slip=0.02, drop=0.75, skip=0.0)
+
+
+def carrying(directory: Path) -> dict[str, str]:
+    """The start of that demonstrator's working, and sums of two numbers of three digits with at least two carries."""
+    files = small_start(directory / "carries", CARRIES)
+    for split, count in (("train", 3000), ("test", 96)):
+        problems = make_problems(9 * count, seed=0, split=split, digits=3)
+        chosen = [one for one in problems if min(one.operands) > 99 and carries(one) >= 2][:count]
+        files[split] = write(directory / "carries" / f"{split}_carries.jsonl", task_rows(chosen))
+    return files
+
+
+def carries(problem: Problem) -> int:
+    """Columns whose digits, with the carry before, pass 9."""
+    found, carry = 0, 0
+    for place in range(3):
+        carry = (sum(operand // 10**place % 10 for operand in problem.operands) + carry) // 10
+        found += carry
+    return found
 
 
 def options(files: dict[str, str], output: Path, seed: int, **changes) -> dict:
@@ -171,22 +195,21 @@ def samples_to(history: list[dict], accuracy: float) -> float:
     return steps[0] * PROMPTS * GROUP if steps else float("inf")
 
 
-ARMS = {
-    "outcome alone": {},
-    "outcome + right steps, sum to go": {"step_reward": STEPS},
-    "outcome + right steps, mean": {"step_reward": STEPS, "step_credit": "mean"},
-}
+ARMS = {"outcome alone": {}, "outcome and steps, sum to go": {"step_reward": STEPS}}
 
 
-def rl(directory: Path, files: dict[str, str], seeds: int = 5, accuracy: float = 0.70) -> None:
+LONG = {"max_steps": 80, "logging_steps": 40}
+
+
+def rl(directory: Path, files: dict[str, str], seeds: int = 5, accuracy: float = 0.2) -> None:
     """GRPO with the verifier's outcome, and with a program's verdict on each step beside it."""
-    table, curves = [], {}
+    files, table, curves = carrying(directory), [], {}
     for name, changes in ARMS.items():
         runs, texts = [], []
         for seed in range(seeds):
-            output = directory / f"rl_{changes.get('step_credit', len(changes))}_{seed}"
-            if not (output / "checkpoints" / "60").exists():
-                jaxrl_lm.train(jaxrl_lm.GRPOConfig(**options(files, output, seed, **changes)))
+            output = directory / "carries" / f"{'steps' if changes else 'outcome'}_{seed}"
+            if not (output / "checkpoints" / "80").exists():
+                jaxrl_lm.train(jaxrl_lm.GRPOConfig(**options(files, output, seed, **LONG, **changes)))
             runs.append(load_metrics(output / "metrics.jsonl"))
         drawn = run_generate(
             jaxrl_lm.GenerateConfig(
@@ -248,4 +271,5 @@ def credit(directory: Path, files: dict[str, str]) -> None:
 
 if __name__ == "__main__":
     place = Path(sys.argv[2])
-    {"prm": prm, "rl": rl, "credit": credit}[sys.argv[1]](place, small_start(place))
+    seeds = {"seeds": int(sys.argv[3])} if len(sys.argv) > 3 else {}  # of rl; 5 where it is left out
+    {"prm": prm, "rl": rl, "credit": credit}[sys.argv[1]](place, small_start(place), **seeds)
