@@ -3,6 +3,7 @@
 import dataclasses
 import json
 import math
+import shutil
 
 import jax
 import jax.numpy as jnp
@@ -528,3 +529,14 @@ def test_a_mistake_ends_the_command_with_its_message(options, files, capsys):
         )
     assert end.value.code == 2
     assert "jaxrl-lm dpo: error: loss_type=dop is unknown" in capsys.readouterr().err
+
+
+def test_dropout_of_a_model_disturbs_neither_policy_nor_reference(options, rows, model, tmp_path):
+    """A config that asks for dropout: both are read without it, so that at the start they are equal to the last bit."""
+    shutil.copytree(model, tmp_path / "dropout")
+    config = json.loads((tmp_path / "dropout" / "config.json").read_text())
+    (tmp_path / "dropout" / "config.json").write_text(json.dumps(config | {"attention_dropout": 0.5}))
+    setup = prepare_dpo(options(model=str(tmp_path / "dropout"), max_steps=1), dataset=rows)
+    (first,), _ = steps_of(setup)
+    assert first["loss"] == float(np.float32(np.log(2)))
+    assert (first["rewards/chosen"], first["rewards/rejected"]) == (0.0, 0.0)
