@@ -289,7 +289,6 @@ def _run_beams(
 
 def check_options(config: SearchConfig) -> None:
     """Raises ValueError, naming the option, for what no method reads or that is out of range."""
-    _check_idle(config)
     for method in config.methods:
         if method not in METHODS:
             raise ValueError(f"methods: {method!r} is unknown; the nearest is {nearest(method, METHODS)!r}")
@@ -300,11 +299,12 @@ def check_options(config: SearchConfig) -> None:
             raise ValueError(f"{name}={getattr(config, name)}: must be at least 1")
     if not config.step_separator:
         raise ValueError("step_separator='': give the text that steps end with")
+    _check_idle(config)
 
 
 def _check_idle(config: SearchConfig) -> None:
     defaults = SearchConfig(model="", dataset="", scorer="")
-    idle = {"credit": config.scorer.startswith(PRM)}
+    idle = {"credit": config.scorer.startswith(PRM_PREFIX)}
     idle |= dict.fromkeys(("beam_width", "beam_expand", "step_separator", "max_step_length"), "beam" in config.methods)
     for name, reads in idle.items():
         if not reads and getattr(config, name) != getattr(defaults, name):
