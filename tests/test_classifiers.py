@@ -127,7 +127,7 @@ def test_a_reward_model_scores_as_in_transformers_both_ways(tmp_path, family):
     assert again == model
     equal(same, classifier)
     assert models.classifier_settings(tmp_path / "ours") == {"append_eos": True, "step_separator": None}
-    assert models.classifier_settings(tmp_path / "theirs")["append_eos"] is False
+    assert models.classifier_settings(tmp_path / "theirs")["append_eos"] is None
 
 
 @pytest.mark.parametrize("family", CASES)
@@ -148,7 +148,7 @@ def test_a_process_model_scores_as_in_transformers_both_ways(tmp_path, family):
     again, same, _ = load_process_model(tmp_path / "ours")
     assert again == model
     equal(same, classifier | {"head": {"bias": np.zeros(2, np.float32)} | classifier["head"]})
-    assert models.classifier_settings(tmp_path / "ours") == {"append_eos": False, "step_separator": "\n\n"}
+    assert models.classifier_settings(tmp_path / "ours") == {"append_eos": None, "step_separator": "\n\n"}
     config = AutoConfig.from_pretrained(tmp_path / "ours")  # which keeps what it does not know
     config.save_pretrained(tmp_path / "ours")
     assert models.classifier_settings(tmp_path / "ours")["step_separator"] == "\n\n"

@@ -122,8 +122,8 @@ def test_sampled_prefixes_are_the_fewest_tokens_that_hold_the_steps():
 def test_given_prefixes_are_steps_tokenised_one_by_one():
     calls = []
     prefixes = given_prefixes(["a", "bc", "d"], ";", lambda text: calls.append(text) or [len(text), 0])
-    assert calls == ["a;", "bc;"]
-    assert prefixes == [("a;", (2, 0)), ("a;bc;", (2, 0, 3, 0))]
+    assert calls == ["a", ";", "bc", ";"]
+    assert prefixes == [("a;", (1, 0, 1, 0)), ("a;bc;", (1, 0, 1, 0, 2, 0, 1, 0))]
 
 
 def test_labels_leave_out_what_was_not_judged():

@@ -85,6 +85,7 @@ class Straight:
 @pytest.fixture(scope="module")
 def straight(model, data, tmp_path_factory):
     directory = tmp_path_factory.mktemp("straight") / "run"
+    jax.clear_caches()  # compilations are counted, and another file of this process may have made the same ones
     return Straight(tiny_run.options(model, data, directory, max_steps=10, save_steps=5))
 
 

@@ -10,6 +10,7 @@ import pytest
 from hypothesis import strategies as st
 
 from jaxrl_lm.config import GRPOConfig
+from jaxrl_lm.fit_config import SFTConfig
 from jaxrl_lm.options import RESUMABLE, ConfigError, changed, check_resume, from_dict, parse, to_toml
 
 REQUIRED = ["--model", "m", "--dataset", "d.jsonl", "--output_dir", "runs/a"]
@@ -221,7 +222,8 @@ def test_help_shows_every_key_with_default_and_meaning(capsys):
 
 
 def test_what_a_resume_may_change():
-    assert {field.name for field in dataclasses.fields(GRPOConfig)} >= RESUMABLE
+    names = [{field.name for field in dataclasses.fields(kind)} for kind in (GRPOConfig, SFTConfig)]
+    assert set.union(*names) >= RESUMABLE
     old = grpo()
     assert changed(old, grpo()) == {}
     new = grpo(max_steps=200, mesh={"data": 8}, microbatch_completions=4)
