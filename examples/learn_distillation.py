@@ -4,7 +4,7 @@
 
 The teacher is the small lab model after GRPO with rewards of steps. The student starts where the teacher did. Arms: GRPO;
 SFT on completions of the teacher that the verifier accepts; the teacher's distribution at the student's own samples; GRPO
-after that. All sample 30 × 128 completions but the last, which samples as many again. docs/results.md holds the output.
+after that. All sample 30 × 128 completions but the last, which samples as many again.
 """
 
 import sys

@@ -4,7 +4,8 @@
     python examples/learn_preferences.py dpo    runs/learn   right against wrong answers of its own: accuracy and KL by beta
     python examples/learn_preferences.py online runs/learn   offline, semi-online, online DPO and GRPO at equal samples
 
-All start from one model (`jaxrl_lm/lab/small.py`), made on the first call. docs/results.md holds what these printed.
+All start from one model (`jaxrl_lm/lab/small.py`), made on the first call. docs/results.md holds what `dpo` and `online`
+printed.
 """
 
 import json

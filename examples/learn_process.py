@@ -4,7 +4,7 @@
     python examples/learn_process.py rl      runs/learn   samples to an accuracy, rewards of steps against outcomes, 5 seeds
     python examples/learn_process.py credit  runs/learn   ways of credit in PPO and in the group method, easy and hard
 
-All start from one model (`jaxrl_lm/lab/small.py`), made on the first call. docs/results.md holds what these printed.
+All start from one model (`jaxrl_lm/lab/small.py`), made on the first call. docs/results.md holds what `credit` printed.
 """
 
 import dataclasses

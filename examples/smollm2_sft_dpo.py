@@ -83,8 +83,7 @@ def pairs(path: Path, split: str, count: int) -> str:
 def dpo(directory: str) -> None:
     """An adapter on frozen weights, which with the adapter off are the reference; 24 steps of 8 pairs.
 
-    With the loss on pairs alone the right answers lose probability too, once the wrong ones are out of reach; the sft term
-    (rpo_alpha) holds them.
+    The sft term (rpo_alpha) keeps the right answers' own probability up, which the loss on pairs alone does not ask for.
     """
     data = Path(directory).with_suffix(".data")
     config = jaxrl_lm.DPOConfig(

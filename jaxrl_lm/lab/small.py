@@ -11,8 +11,7 @@ from jaxrl_lm.lab.run import model_config, sft_config, supervised, write_data
 from jaxrl_lm.lab.tokenizer import lab_tokenizer
 
 SMALL = LabConfig(hidden_size=80, num_layers=3, digits=2, sft_steps=400, train_problems=6000, test_problems=128)
-# What scores the small model's working: it has seen right working only, and is deep enough to compare it with what is
-# written. (Three layers, the policy's number, do not tell a wrong sum from a right one at the end of a row.)
+# What reward models of the small model's working start from: it has seen right working only, and has twice the layers.
 SCORER = dataclasses.replace(SMALL, hidden_size=160, num_layers=6, slip=0.0, drop=0.0, skip=0.0)
 
 
