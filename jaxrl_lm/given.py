@@ -65,28 +65,9 @@ def pad_sides(sides: Sequence[tuple[Example, ...]], indices: list[int], table: T
     before = lambda example: 0 if table.left else table.start - example.mask.index(True)
     needed = max(before(example) + len(example.ids) for example in flat)
     columns = min(bucket for bucket in table.buckets if bucket >= needed)
-    if table.left:
-        arrays = align_left(flat, columns=columns, pad_id=table.pad_id)
-    else:
-        arrays = align(flat, start=table.start, columns=columns, pad_id=table.pad_id)
+    arrays = align(flat, start=None if table.left else table.start, columns=columns, pad_id=table.pad_id)
     shaped = [x.reshape(len(filled), -1, columns) for x in arrays]
     return HostRows(*shaped, valid=np.arange(len(filled)) < len(sides), indices=indices)
-
-
-def align_left(
-    examples: Sequence[Example], *, columns: int, pad_id: int
-) -> tuple[Int32[np.ndarray, "n T"], Int32[np.ndarray, "n T"], Bool[np.ndarray, "n T"], Float32[np.ndarray, "n T"]]:
-    """Tokens, segment ids, masks and labels as `sequences.align`, every row beginning at column 0."""
-    shape = (len(examples), columns)
-    tokens, segment_ids = np.full(shape, pad_id, np.int32), np.zeros(shape, np.int32)
-    mask, labels = np.zeros(shape, bool), np.zeros(shape, np.float32)
-    for row, example in enumerate(examples):
-        count = len(example.ids)
-        tokens[row, :count], mask[row, :count] = example.ids, example.mask
-        segment_ids[row, :count] = 1 if example.segments is None else example.segments
-        if example.labels is not None:
-            labels[row, :count] = example.labels
-    return tokens, segment_ids, mask, labels
 
 
 def table_of(
@@ -105,8 +86,9 @@ def table_of(
     the longest row.
     """
     sides = [side for one in (data, *others) for side in one.sides]
-    start, columns = layout(sides)
-    if left:
+    if not left:
+        start, columns = layout(sides)
+    else:
         flat = [example for row in sides for example in row]
         start = max(1, min(example.mask.index(True) for example in flat))
         columns = -(-max(len(example.ids) for example in flat) // 8) * 8

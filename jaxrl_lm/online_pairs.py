@@ -14,7 +14,7 @@ from typing import Any, NamedTuple
 import jax
 import numpy as np
 import optax
-from jaxtyping import Bool, Float64
+from jaxtyping import Bool, Float32, Float64
 
 from jaxrl_lm.assemble import lora_of
 from jaxrl_lm.checks import check_held_out, check_routes
@@ -158,13 +158,17 @@ class OnlinePairs:
         with clock("score"):
             sides = [tuple(_example(pair.prompt, ids) for ids in (pair.chosen, pair.rejected)) for pair in mine]
             host = pad_sides(sides, list(range(len(mine))), online.table)
-            old = np.zeros(host.tokens.shape, np.float32)
-            for row, pair in enumerate(mine):
-                for side, values in enumerate(pair.logprobs):
-                    old[row, side, online.table.start :][: len(values)] = values
-            old = old if "inpo" in config.loss_type else None
+            old = self._old_logprobs(mine, host.tokens.shape) if "inpo" in config.loss_type else None
             batch = jax.block_until_ready(self._make.batch(host, online.table, state, frozen, old_logprobs=old))
         return batch, found | {"tokens": float((host.segment_ids[: len(mine)] > 0).sum())}
+
+    def _old_logprobs(self, pairs: Sequence[Pair], shape: tuple[int, ...]) -> Float32[np.ndarray, "N 2 T"]:
+        """Those of the policy that sampled, where the batch has the tokens."""
+        old = np.zeros(shape, np.float32)
+        for row, pair in enumerate(pairs):
+            for side, values in enumerate(pair.logprobs):
+                old[row, side, self._online.table.start :][: len(values)] = values
+        return old
 
     def _refresh(self, state: TrainState, frozen: Frozen, clock: Clock, needed: int) -> dict[str, float]:
         """Samples until there are as many pairs as needed, or `MOST_BATCHES` times the prompts have been asked."""

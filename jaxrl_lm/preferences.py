@@ -23,9 +23,8 @@ class Reference:
 
     def __init__(self, steps: FitSteps):
         self._steps = steps
-        self._kept: dict[
-            int, list[list[np.ndarray]]
-        ] = {}  # by dataset: of each row and side, from the first token read
+        # By dataset: of each row and side, from the first token read.
+        self._kept: dict[int, list[list[np.ndarray]]] = {}
 
     def __call__(self, host: HostRows, table: Table, state: TrainState | None, frozen: Frozen) -> Any:
         """[N S T]: computed now, or put back from those that were kept."""
@@ -47,12 +46,11 @@ class Reference:
     def precompute(self, tables: Sequence[Table], frozen: Frozen) -> None:
         """Scores every row of these datasets and keeps the log-probs on the host."""
         for table in tables:
-            rows = []
+            rows, length = [], lambda one: len(one.ids) - _first(one)
             for host in table.held_out(len(table.data.sides)):
                 scores = np.asarray(self.score(host.tokens, host.segment_ids, table.start, None, frozen))
                 for row, index in enumerate(host.indices):
                     sides = enumerate(table.data.sides[index])
-                    length = lambda one: len(one.ids) - _first(one)
                     rows.append([scores[row, s, table.start :][: length(one)].copy() for s, one in sides])
             self._kept[id(table.data)] = rows
 

@@ -368,11 +368,12 @@ def layout(sides: Sequence[tuple[Example, ...]]) -> tuple[int, int]:
 
 
 def align(
-    examples: Sequence[Example], *, start: int, columns: int, pad_id: int
+    examples: Sequence[Example], *, start: int | None, columns: int, pad_id: int
 ) -> tuple[Int32[np.ndarray, "N T"], Int32[np.ndarray, "N T"], Bool[np.ndarray, "N T"], Float32[np.ndarray, "N T"]]:
-    """Tokens, segment ids, mask and labels, T = columns; the first marked token of every row stands at column `start`.
+    """Tokens, segment ids, mask and labels, T = columns; the first marked token of every row stands at column `start`, or
+    with start=None its first token at column 0.
 
-    So nothing before `start` needs a score. Padding on both sides has `pad_id`, segment id 0, no mark and label 0, which
+    Nothing before `start` needs a score. Padding on both sides has `pad_id`, segment id 0, no mark and label 0, which
     rows without labels have everywhere. Raises ValueError with the example (0-based) that has no mark or does not fit.
     """
     tokens = np.full((len(examples), columns), pad_id, np.int32)
@@ -380,11 +381,12 @@ def align(
     mask = np.zeros(tokens.shape, bool)
     labels = np.zeros(tokens.shape, np.float32)
     for index, example in enumerate(examples):
-        left = start - _first(example, index)
+        first = _first(example, index)
+        left = 0 if start is None else start - first
         place = (index, slice(left, left + len(example.ids)))
         if left < 0 or left + len(example.ids) > columns:
             raise ValueError(
-                f"example {index} of {len(example.ids)} tokens, {start - left} of them before the first marked one, "
+                f"example {index} of {len(example.ids)} tokens, {first} of them before the first marked one, "
                 f"does not fit start={start} and columns={columns}"
             )
         tokens[place] = example.ids
