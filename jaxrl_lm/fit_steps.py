@@ -16,10 +16,10 @@ from jaxtyping import Array, Float, Int32
 
 from jaxrl_lm.fit_batches import preference_batch, sft_batch
 from jaxrl_lm.metrics import Mean, Metrics, merge
-from jaxrl_lm.models import LoraConfig, Model, attach
+from jaxrl_lm.models import LoraConfig, Model
 from jaxrl_lm.score import score
 from jaxrl_lm.sharding import Plan
-from jaxrl_lm.steps import follow, state_shardings
+from jaxrl_lm.steps import follow, start, state_shardings, whole
 from jaxrl_lm.types import Frozen, Params, TrainState
 from jaxrl_lm.update import Objective, adapted, cut, update
 
@@ -60,20 +60,24 @@ class StreamSteps:
 
 def compile_streams(model: Model, plan: Plan, *, score_chunk: int, microbatches: int) -> StreamSteps:
     """Binds model and mesh; nothing is compiled before its first call."""
-    scored = {"model": model, "lora": None, "chunk": score_chunk, "microbatches": microbatches}
-
-    def score_base(params, tokens, segment_ids, start):
-        return score_sides(params, None, tokens, segment_ids, start, **scored)
-
     split = plan.rows
     return StreamSteps(
         plan=plan,
         sft=jax.jit(sft_batch, out_shardings=split),
         pairs=jax.jit(preference_batch, out_shardings=split),
-        score_base=jax.jit(
-            score_base, static_argnums=3, in_shardings=(plan.tree(model.specs), split, split), out_shardings=split
-        ),
+        score_base=_compile_score_base(model, plan, score_chunk, microbatches),
     )
+
+
+def _compile_score_base(model: Model, plan: Plan, score_chunk: int, microbatches: int) -> Callable[..., jax.Array]:
+    """(whole weights, tokens [N S T], segment_ids, start) -> log-probs [N S T]."""
+
+    def score_base(params, tokens, segment_ids, start):
+        options = {"model": model, "lora": None, "chunk": score_chunk, "microbatches": microbatches}
+        return score_sides(params, None, tokens, segment_ids, start, **options)
+
+    layouts = (plan.tree(model.specs), plan.rows, plan.rows)
+    return jax.jit(score_base, static_argnums=3, in_shardings=layouts, out_shardings=plan.rows)
 
 
 def score_sides(
@@ -81,11 +85,11 @@ def score_sides(
     *, model: Model, lora: LoraConfig | None, chunk: int, microbatches: int,
 ) -> Float[Array, "N S T"]:  # fmt: skip
     """log pi of every token of all sides of a row, no more rows at a time than in an update."""
-    whole = params if lora is None else attach(base, params, lora)
+    policy = whole(params, base, lora)
 
     def one(part):
         flat = [x.reshape(-1, x.shape[-1]) for x in part]
-        return score(whole, *flat, model=model, chunk=chunk, start=start).logprobs.reshape(part[0].shape)
+        return score(policy, *flat, model=model, chunk=chunk, start=start).logprobs.reshape(part[0].shape)
 
     out = jax.lax.map(one, cut((tokens, segment_ids), microbatches))
     return out.swapaxes(0, 1).reshape(tokens.shape)
@@ -136,34 +140,27 @@ def compile_fit(
     """
     abstract, layouts = state_shardings(specs, plan, tx, param_dtype, reference=reference)
     every, split = plan.replicated, plan.rows
-    whole, base = plan.tree(model.specs), None if lora is None else plan.tree(model.specs)
+    base = None if lora is None else plan.tree(model.specs)
     bind = functools.partial
     if lora is not None:
         objective = adapted(objective, lora)
-    scored = {"model": model, "chunk": score_chunk, "microbatches": microbatches}
-
-    def start(params: dict[str, Params], key: jax.Array) -> TrainState:
-        extra = {"lr_scale": jnp.ones((), jnp.float32)}
-        if reference:
-            extra["reference"] = jax.tree.map(jnp.copy, params["policy"])
-        return TrainState(jnp.zeros((), jnp.int32), params, tx.init(params), key, extra)
-
-    def score_base(params, tokens, segment_ids, start):
-        return score_sides(params, None, tokens, segment_ids, start, lora=None, **scored)
-
-    with_layout = lambda x, layout: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=layout)
     return FitSteps(
         plan=plan,
-        abstract_state=jax.tree.map(with_layout, abstract, layouts),
-        init=jax.jit(start, in_shardings=(layouts.params, every), out_shardings=layouts, donate_argnums=0),
+        abstract_state=abstract,
+        init=jax.jit(
+            bind(start, tx=tx, reference=reference),
+            in_shardings=(layouts.params, every),
+            out_shardings=layouts,
+            donate_argnums=0,
+        ),
         batch=jax.jit(make_batch, out_shardings=split),
         score=jax.jit(
-            bind(score_sides, lora=lora, **scored),
+            bind(score_sides, model=model, lora=lora, chunk=score_chunk, microbatches=microbatches),
             static_argnums=4,
             in_shardings=(layouts.params.get("policy"), base, split, split),
             out_shardings=split,
         ),
-        score_base=jax.jit(score_base, static_argnums=3, in_shardings=(whole, split, split), out_shardings=split),
+        score_base=_compile_score_base(model, plan, score_chunk, microbatches),
         update=jax.jit(
             bind(update, objective=objective, tx=tx, model=model, microbatches=microbatches),
             in_shardings=(layouts, None, split),

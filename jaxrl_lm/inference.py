@@ -69,15 +69,9 @@ def restore_policy(
     if lora is None:
         del params
     _, tx = optimizer_of(config, total_steps=1 + config.warmup_steps)
-    abstract, layouts = state_shardings(
-        _specs(config, model), plan, tx, config.param_dtype, reference=_holds_reference(config)
-    )
-    target = jax.tree.map(lambda x, layout: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=layout), abstract, layouts)
+    target, _ = state_shardings(_specs(config, model), plan, tx, config.param_dtype, reference=_holds_reference(config))
     with Checkpoints(Path(run) / "checkpoints", best_metric=config.best_metric, read_only=True) as checkpoints:
-        if best:
-            step = checkpoints.best()
-            if step is None:
-                raise ValueError(f"{run}: no checkpoint has a best_metric (best_metric={config.best_metric!r})")
+        step = _best_of(run, checkpoints, config.best_metric) if best else step
         state, _ = checkpoints.restore(target, step=step)
     policy = state.params["policy"]
     if lora is None:
@@ -304,20 +298,18 @@ def export_reward(config: ExportConfig) -> Path:
         raise ValueError(f"adapter: {config.run} trains a whole reward model; leave the option out")
     model, abstract, tokenizer = reward_state(run, build_plan({"fsdp": -1}))
     with Checkpoints(Path(config.run) / "checkpoints", best_metric=run.best_metric, read_only=True) as checkpoints:
-        step = _step_of(config, checkpoints, run.best_metric)
+        step = _best_of(config.run, checkpoints, run.best_metric) if config.best else config.step
         state, _ = checkpoints.restore(abstract, step=step)
     options = {"dtype": config.dtype, "overwrite": config.overwrite}
     save_reward(config.directory, run, model, state.params["reward"], tokenizer, **options)
     return Path(config.directory)
 
 
-def _step_of(config: ExportConfig, checkpoints: Checkpoints, best_metric: str | None) -> int | None:
-    """The step that is asked for; None: the last. Raises ValueError where the best is asked for and there is none."""
-    if not config.best:
-        return config.step
+def _best_of(run: str | Path, checkpoints: Checkpoints, best_metric: str | None) -> int:
+    """The step of the best checkpoint. Raises ValueError where there is none."""
     step = checkpoints.best()
     if step is None:
-        raise ValueError(f"{config.run}: no checkpoint has a best_metric (best_metric={best_metric!r})")
+        raise ValueError(f"{run}: no checkpoint has a best_metric (best_metric={best_metric!r})")
     return step
 
 

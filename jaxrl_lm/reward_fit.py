@@ -259,9 +259,7 @@ def reward_state(config: RewardConfig | PRMConfig, plan: Plan) -> tuple[Model, T
     if not process and config.members > 1:
         specs = stacked(specs, config.members)
     _, tx = optimizer_of(config, total_steps=1 + config.warmup_steps)
-    abstract, layouts = state_shardings({"reward": specs}, plan, tx, config.param_dtype)
-    place = lambda x, layout: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=layout)
-    return model, jax.tree.map(place, abstract, layouts), tokenizer
+    return model, state_shardings({"reward": specs}, plan, tx, config.param_dtype)[0], tokenizer
 
 
 def save_reward(

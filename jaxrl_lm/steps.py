@@ -82,7 +82,7 @@ def score_rows(
     policy, base, tokens, segment_ids, temperature, start: int, *, model: Model, lora, chunk: int, size: int
 ) -> Scores:
     """Scores of many rows, `size` rows at a time, so that scoring needs no more memory than an update's forward pass."""
-    params = policy if lora is None else attach(base, policy, lora)
+    params = whole(policy, base, lora)
     one = lambda part: score(params, *part[:2], model=model, temperature=part[2], chunk=chunk, start=start)
     return _by_rows(one, (tokens, segment_ids, temperature), size)
 
@@ -93,7 +93,7 @@ def value_rows(
     """Values of many rows, `size` rows at a time: of the critic, or of its head on the policy."""
     head = params["critic"]["head"]
     if shared:
-        trunk = params["policy"] if lora is None else attach(base, params["policy"], lora)
+        trunk = whole(params["policy"], base, lora)
     else:
         trunk, model = params["critic"]["trunk"], trunk_model(model)
     one = lambda part: values(head, trunk, *part, model=model, start=start)
@@ -175,7 +175,8 @@ def trained_specs(
 def state_shardings(
     specs: dict[str, Any], plan: Plan, tx: optax.GradientTransformation, dtype: str, *, reference: bool = False
 ) -> tuple[TrainState, TrainState]:
-    """Shapes and layouts of the whole training state, from the declarations of what is trained (`trained_specs`) alone.
+    """Shapes with layouts of the whole training state, which a checkpoint is restored into, and the layouts; from the
+    declarations of what is trained (`trained_specs`) alone.
 
     `reference`: the state holds a reference that moves, in the form of the policy's tree.
     """
@@ -191,8 +192,29 @@ def state_shardings(
     if reference:
         extra["reference"], extra_layout["reference"] = params["policy"], layouts["policy"]
     step = jax.ShapeDtypeStruct((), jnp.int32)
-    abstract = TrainState(step, params, opt_state, key, extra)
-    return abstract, TrainState(plan.replicated, layouts, opt_layouts, plan.replicated, extra_layout)
+    placed = TrainState(plan.replicated, layouts, opt_layouts, plan.replicated, extra_layout)
+    with_layout = lambda x, layout: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=layout)
+    return jax.tree.map(with_layout, TrainState(step, params, opt_state, key, extra), placed), placed
+
+
+def start(
+    params: dict[str, Params], key: jax.Array, *, tx: optax.GradientTransformation, reference: bool
+) -> TrainState:
+    """The state before the first step; with a reference that moves it is a copy of the policy."""
+    extra = {"lr_scale": jnp.ones((), jnp.float32)}
+    if reference:
+        extra["reference"] = jax.tree.map(jnp.copy, params["policy"])
+    return TrainState(jnp.zeros((), jnp.int32), params, tx.init(params), key, extra)
+
+
+def lay_out(policy: Params, base: Params | None, *, model: Model, lora: LoraConfig | None) -> Params:
+    """The policy's weights as decoding reads them."""
+    return prepare_decode(whole(policy, base, lora), model=model)
+
+
+def whole(policy: Params, base: Params | None, lora: LoraConfig | None) -> Params:
+    """All weights of a policy: those that are trained, or those below with the adapter on them."""
+    return policy if lora is None else attach(base, policy, lora)
 
 
 def compile_steps(
@@ -229,27 +251,21 @@ def compile_steps(
     policy, every, split = layouts.params["policy"], plan.replicated, plan.rows
     base = None if lora is None else plan.tree(model.specs)
 
-    def start(params: dict[str, Params], key: jax.Array) -> TrainState:
-        extra = {"lr_scale": jnp.ones((), jnp.float32)}
-        if reference:
-            extra["reference"] = jax.tree.map(jnp.copy, params["policy"])
-        return TrainState(jnp.zeros((), jnp.int32), params, tx.init(params), key, extra)
-
-    def lay_out(policy: Params, base: Params | None) -> Params:
-        return prepare_decode(whole(policy, base), model=model)
-
     decode_layout = plan.for_decode().tree(decode_specs(model.config))
-    with_layout = lambda x, layout: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=layout)
     bind = functools.partial
     if lora is not None and objective is not None:
         objective = adapted(objective, lora)
-    whole = lambda policy, base: policy if lora is None else attach(base, policy, lora)
     return Steps(
         plan=plan,
-        abstract_state=jax.tree.map(with_layout, abstract, layouts),
-        init=jax.jit(start, in_shardings=(layouts.params, every), out_shardings=layouts, donate_argnums=0),
+        abstract_state=abstract,
+        init=jax.jit(
+            bind(start, tx=tx, reference=reference),
+            in_shardings=(layouts.params, every),
+            out_shardings=layouts,
+            donate_argnums=0,
+        ),
         prepare_decode=jax.jit(
-            lay_out,
+            bind(lay_out, model=model, lora=lora),
             in_shardings=(policy, base),
             out_shardings=decode_layout,
         ),
