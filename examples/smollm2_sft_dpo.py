@@ -6,7 +6,7 @@
     python examples/smollm2_sft_dpo.py report runs/smollm2_sft            (greedy accuracy before and after, the metrics)
     python examples/smollm2_sft_dpo.py check  runs/smollm2_sft            (export; transformers' greedy answers; needs torch)
 
-report and check take either directory. docs/results.md holds what these printed.
+report and check take either directory. docs/results.md holds what sft, dpo and check printed.
 """
 
 import json
