@@ -21,7 +21,7 @@ from jaxrl_lm.config import EvalConfig
 from jaxrl_lm.data import pad_rows
 from jaxrl_lm.inference import load_any, run_eval, run_export, run_generate
 from jaxrl_lm.lab.run import REWARD
-from jaxrl_lm.lab.small import SCORER, small_start
+from jaxrl_lm.lab.small import careless_start, small_start
 from jaxrl_lm.lab.task import lab_answer, lab_steps
 from jaxrl_lm.prepare import build_plan
 from jaxrl_lm.report import load_metrics
@@ -38,11 +38,11 @@ def gold(row: dict, texts: list[str]) -> list[float]:
     return [share + 2.0 * one for share, one in zip(steps, right, strict=True)]
 
 
-def samples(model: str, dataset: str, *, limit: int, count: int, seed: int = 0) -> list[dict]:
+def samples(model: str, dataset: str, *, limit: int, count: int, length: int = LENGTH, seed: int = 0) -> list[dict]:
     """`count` completions of each of the first `limit` prompts, with their gold scores."""
     config = jaxrl_lm.GenerateConfig(
         model=model, dataset=dataset, limit=limit, num_generations=count, prompts_per_step=32, seed=seed,
-        max_completion_length=LENGTH,
+        max_completion_length=length,
     )  # fmt: skip
     return [{**row, "gold": gold(row, row["completions"])} for row in run_generate(config)]
 
@@ -64,40 +64,47 @@ def comparisons(rows: list[dict], *, each: int = 1, least_gap: float = 0.0, seed
     return found
 
 
-def reward(directory: Path, files: dict[str, str]) -> None:
-    """Bradley–Terry on comparisons of the model's completions of the training problems, held out on the test problems."""
-    tests = samples(files["model"], files["test"], limit=128, count=8)
-    held = write(directory / "pairs_test.jsonl", comparisons(tests, each=4))
-    told = comparisons(samples(files["model"], files["train"], limit=6000, count=6), each=4)
+def reward(directory: Path) -> None:
+    """Bradley–Terry on comparisons of completions of training problems, held out on those of test problems."""
+    files = careless_start(directory / "long", slip=0.0)
+    tests = samples(files["model"], files["test"], limit=128, count=8, length=2 * LENGTH)
+    told = comparisons(samples(files["model"], files["train"], limit=4000, count=4, length=2 * LENGTH), each=2)
+    held = {
+        name: write(directory / f"pairs_{name}.jsonl", comparisons(tests, each=4, least_gap=gap))
+        for name, gap in (("all", 0.0), ("clear", 0.3))
+    }
     config = jaxrl_lm.RewardConfig(
-        model=small_start(directory / "scorer", SCORER)["model"],
+        model=files["careful"],
         dataset=write(directory / "pairs_train.jsonl", told),
-        eval_dataset={"test": held},
+        eval_dataset=held,
         output_dir=str(directory / "reward"),
         rows_per_step=64,
-        max_steps=400,
-        learning_rate=3e-4,
+        max_steps=200,
+        learning_rate=1e-3,
         warmup_steps=20,
         lr_scheduler="linear",
         eval_limit=512,
-        eval_steps=50,
+        eval_steps=25,
         save_steps=0,
         logging_steps=100,
     )
     if not (directory / "reward_model").exists():
         jaxrl_lm.train_reward(config)
         run_export(jaxrl_lm.ExportConfig(run=config.output_dir, directory=str(directory / "reward_model")))
-    rows = [row for row in load_metrics(Path(config.output_dir) / "metrics.jsonl") if "eval/test/accuracy" in row]
-    names = ("accuracy", "margin", "length_reward_correlation", "calibration_error")
+    rows = [row for row in load_metrics(Path(config.output_dir) / "metrics.jsonl") if "eval/all/accuracy" in row]
+    names = [f"{kind}/{name}" for kind in held for name in ("accuracy", "margin")]
+    names += ["all/length_reward_correlation", "all/calibration_error"]
     show(f"A reward model from {len(told)} comparisons", ("step", *names), [
-        (str(row["step"]), *(f"{row[f'eval/test/{name}']:.3f}" for name in names)) for row in rows
+        (str(row["step"]), *(f"{row[f'eval/{name}']:.3f}" for name in names)) for row in rows
     ])  # fmt: skip
 
     def draw(figure) -> None:
         axes = figure.subplots()
-        axes.plot([row["step"] for row in rows], [row["eval/test/accuracy"] for row in rows])
+        for kind, label in (("all", "all comparisons"), ("clear", "two steps or the answer apart")):
+            axes.plot([row["step"] for row in rows], [row[f"eval/{kind}/accuracy"] for row in rows], label=label)
         axes.axhline(0.9, color="grey", linestyle=":")
         axes.set(xlabel="step", ylabel="held-out accuracy of comparisons", ylim=(0.4, 1.0))
+        axes.legend()
 
     save_figure(str(directory / "reward.png"), draw, width=5)
 
@@ -200,5 +207,8 @@ def completions(run: list[dict], refresh: int | None) -> float:
 
 
 if __name__ == "__main__":
-    place = Path(sys.argv[2])
-    {"reward": reward, "dpo": dpo, "online": online}[sys.argv[1]](place, small_start(place))
+    command, place = sys.argv[1], Path(sys.argv[2])
+    if command == "reward":
+        reward(place)
+    else:
+        {"dpo": dpo, "online": online}[command](place, small_start(place))

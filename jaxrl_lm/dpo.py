@@ -17,7 +17,7 @@ from jaxrl_lm.algos.preference_variants import READERS
 from jaxrl_lm.assemble import check_tokens, load_model, lora_of, with_adapter
 from jaxrl_lm.fit import Fit, FitRun, Source, fit
 from jaxrl_lm.fit_batches import preference_batch, unpaired_batch
-from jaxrl_lm.fit_config import DPOConfig
+from jaxrl_lm.fit_config import DPOConfig, idle_options
 from jaxrl_lm.fit_objectives import PreferenceObjective, UnpairedObjective
 from jaxrl_lm.fit_prepare import Basis, Timing, checked, make_tables, open_model, start_notes, timing
 from jaxrl_lm.fit_steps import FitSteps, compile_fit
@@ -128,6 +128,10 @@ def check(config: DPOConfig, microbatches: int) -> None:
         raise ValueError("refresh_steps: give either reward or judge, which rank the samples")
     if not online and (config.reward or config.judge):
         raise ValueError("reward and judge rank samples of the policy: give refresh_steps too (1: online)")
+    for name in sorted(idle_options(config.refresh_steps)):
+        if getattr(config, name) != DPOConfig.__dataclass_fields__[name].default:
+            mode = "with refresh_steps pairs are sampled" if online else "without refresh_steps pairs are given"
+            raise ValueError(f"{name}={getattr(config, name)!r} has no effect: {mode}; leave it out")
     if "inpo" in config.loss_type and not online:
         raise ValueError("loss_type=inpo learns from the policy's own samples: give refresh_steps")
     if "inpo" in config.loss_type and config.temperature != 1.0:

@@ -125,6 +125,14 @@ class DPOConfig(OnlineOptions, LoraOptions, FitOptions):
     learning_rate: float = 1e-6
 
 
+def idle_options(refresh_steps: int | None) -> frozenset[str]:
+    """What nothing reads of `DPOConfig`: options of sampling where pairs are given, of given rows where they are sampled."""
+    if refresh_steps is not None:
+        return frozenset({"max_length", "long_rows", "length_buckets"})
+    names = lambda config_class: {field.name for field in dataclasses.fields(config_class)}
+    return frozenset(names(OnlineOptions) - names(TemplateOptions) - {"refresh_steps", "reward", "judge"})
+
+
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class RewardConfig(FitOptions):
     """Options of training a reward model."""

@@ -133,7 +133,7 @@ class ComparisonObjective:
     """A reward model from comparisons: Σ_n w_n loss_n, `algos.reward_model_loss`.
 
     members > 1: every leaf of params["reward"] holds that many models on a leading axis, and the loss is the sum of
-    theirs, so that each learns as if it were alone, but for a max_grad_norm, which bounds the gradient of all together.
+    theirs, so that each learns as if it were alone.
     """
 
     center: float = 0.0

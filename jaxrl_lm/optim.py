@@ -36,11 +36,29 @@ def decay_mask(params):
 
 
 def make_optimizer(
-    schedule: optax.Schedule, *, max_grad_norm: float, weight_decay: float, b1: float, b2: float, eps: float
+    schedule: optax.Schedule,
+    *,
+    max_grad_norm: float,
+    weight_decay: float,
+    b1: float,
+    b2: float,
+    eps: float,
+    stacked: bool = False,
 ) -> optax.GradientTransformation:
-    """Clipping by global norm (0: none), then AdamW (Loshchilov and Hutter, 2019)."""
+    """Clipping by global norm (0: none), then AdamW (Loshchilov and Hutter, 2019).
+
+    `stacked`: the leaves' first axis is that of an ensemble's members, each of which is clipped by its own norm.
+    """
     clip = optax.clip_by_global_norm(max_grad_norm) if max_grad_norm else optax.identity()
+    if stacked:
+        clip = _each_member(clip)
     return optax.chain(clip, optax.adamw(schedule, b1=b1, b2=b2, eps=eps, weight_decay=weight_decay, mask=decay_mask))
+
+
+def _each_member(transform: optax.GradientTransformation) -> optax.GradientTransformation:
+    """A transformation without state, of each member alone."""
+    update = lambda updates, state, params=None: (jax.vmap(lambda one: transform.update(one, state)[0])(updates), state)
+    return optax.GradientTransformation(transform.init, update)
 
 
 def optimizer_of(config: Any, *, total_steps: int) -> tuple[optax.Schedule, optax.GradientTransformation]:
@@ -55,5 +73,6 @@ def optimizer_of(config: Any, *, total_steps: int) -> tuple[optax.Schedule, opta
         b1=config.adam_b1,
         b2=config.adam_b2,
         eps=config.adam_eps,
+        stacked=getattr(config, "members", 1) > 1,
     )
     return schedule, tx

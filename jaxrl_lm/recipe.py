@@ -15,7 +15,7 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 from jaxrl_lm.options import ConfigError, changed, from_dict, nearest
-from jaxrl_lm.recipe_file import ROOT, Command, Recipe, Stage, placed, resolve
+from jaxrl_lm.recipe_file import ROOT, Command, Recipe, Stage, placed, resolve, takes
 
 
 class Done(NamedTuple):
@@ -44,17 +44,14 @@ def check_recipe(recipe: Recipe, commands: Mapping[str, Command]) -> dict[str, D
             raise ConfigError(f"{where}: there is no command {stage.command!r}; the nearest is {near!r}")
         command = commands[stage.command]
         config, _ = resolve(recipe, stage, command, {})
-        unused -= {field.name for field in dataclasses.fields(config)} - set(command.places)
+        unused -= takes(recipe, stage, command)
         if command.check is not None:
             try:
                 command.check(placed(recipe, config))
             except ValueError as error:
                 raise ConfigError(f"{where}: {error}") from error
     for key in sorted(unused):
-        names = {
-            field.name for one in recipe.stages for field in dataclasses.fields(commands[one.command].config_class)
-        }
-        names -= {place for one in recipe.stages for place in commands[one.command].places}
+        names = set().union(*(takes(recipe, one, commands[one.command]) for one in recipe.stages))
         near = nearest(key, names)
         raise ConfigError(f"{recipe.source}, [defaults]: no stage takes {key!r}; the nearest option is {near!r}")
     return _check_done(recipe, commands)

@@ -28,6 +28,7 @@ class Command(NamedTuple):
     result: Callable[[Any, Path], str | Path]  # of config and stage directory: the path that later stages get
     places: Mapping[str, str] = {"output_dir": "."}  # options that the recipe sets, to paths in the stage's directory
     check: Callable[[Any], None] | None = None  # raises ValueError for options that do not go together
+    idle: Callable[[Mapping[str, Any]], Iterable[str]] = lambda options: ()  # what nothing reads with a stage's options
 
 
 class Stage(NamedTuple):
@@ -203,14 +204,19 @@ def resolve(recipe: Recipe, stage: Stage, command: Command, results: Mapping[str
             return otherwise
         raise ConfigError(f"{where}: {match[0]}: {_why_not(recipe, stage, name)}")
 
-    own = {field.name for field in dataclasses.fields(command.config_class)}
     for key in command.places:
         if key in stage.options:
             raise ConfigError(f"{where}: {key} is set by the recipe, to a path in {recipe.directory(stage.name)}")
-    options = _only(recipe.defaults, own) | stage.options
+    options = _only(recipe.defaults, takes(recipe, stage, command)) | stage.options
     options = {key: value if _verbatim(key) else _substitute(value, put) for key, value in options.items()}
     options |= {key: os.path.normpath(f"{ROOT}/{stage.name}/{place}") for key, place in command.places.items()}
     return from_dict(command.config_class, options, where=where), reads
+
+
+def takes(recipe: Recipe, stage: Stage, command: Command) -> set[str]:
+    """The options that a default of the recipe can be for in this stage."""
+    own = {field.name for field in dataclasses.fields(command.config_class)} - set(command.places)
+    return own - set(command.idle(_only(recipe.defaults, own) | stage.options))
 
 
 def _why_not(recipe: Recipe, stage: Stage, name: str) -> str:

@@ -5,7 +5,7 @@ from typing import Any
 
 from jaxrl_lm import checks, dpo, fit_prepare, label_steps, search, traces
 from jaxrl_lm.config import EvalConfig, ExportConfig, GenerateConfig, GRPOConfig, PPOConfig, RLOOConfig
-from jaxrl_lm.fit_config import DPOConfig, PRMConfig, RewardConfig, SFTConfig
+from jaxrl_lm.fit_config import DPOConfig, PRMConfig, RewardConfig, SFTConfig, idle_options
 from jaxrl_lm.inference import run_eval, run_export, run_generate
 from jaxrl_lm.loop import train
 from jaxrl_lm.mix import check_mix, check_teacher
@@ -50,7 +50,13 @@ def _rows(config: Any, directory: Path) -> str:
 
 STAGES: dict[str, Command] = {
     "sft": Command(SFTConfig, train_sft, _exported, check=_check_fit),
-    "dpo": Command(DPOConfig, dpo.train_dpo, _exported, check=_check_dpo),
+    "dpo": Command(
+        DPOConfig,
+        dpo.train_dpo,
+        _exported,
+        check=_check_dpo,
+        idle=lambda options: idle_options(options.get("refresh_steps")),
+    ),
     "reward": Command(RewardConfig, train_reward, _exported, check=_check_fit),
     "prm": Command(PRMConfig, train_prm, _exported, check=_check_fit),
     "grpo": Command(GRPOConfig, train, _exported, check=_check_policy),

@@ -1,6 +1,7 @@
 """Rows for the recipes, made from the arithmetic lab's problems: comparisons, and right solutions.
 
-Sources of a dataset: `recipes/lab.py:comparisons?count=2000`. No problem of the lab's test set is among them.
+Sources of a dataset: `recipes/lab.py:comparisons?count=2000`. With split=test, for evaluation, no problem is one that
+split=train, the default, can draw.
 """
 
 import itertools
@@ -11,7 +12,7 @@ from jaxrl_lm.lab.task import Problem, check, demonstration, make_problems, prom
 
 
 def comparisons(
-    *, count: int = 2000, seed: int = 1, slip: float = 0.05, drop: float = 0.6, skip: float = 0.1
+    *, count: int = 2000, seed: int = 1, split: str = "train", slip: float = 0.05, drop: float = 0.6, skip: float = 0.1
 ) -> Iterator[dict[str, str]]:
     """`count` rows with `prompt`, `chosen` and `rejected`: two attempts of the lab's demonstrator at a problem, of which the
     one with more right steps is chosen, the right answer counting as one. Attempts that are equally good are no row.
@@ -19,7 +20,7 @@ def comparisons(
     rng = random.Random(f"comparisons/{seed}")
     pairs = (
         (problem, [demonstration(problem, rng, slip=slip, drop=drop, skip=skip) for _ in range(2)])
-        for problem in make_problems(5 * count, seed=seed)
+        for problem in make_problems(5 * count, seed=seed, split=split)
     )
     rows = (
         {"prompt": prompt(problem), "chosen": max(texts, key=score), "rejected": min(texts, key=score)}

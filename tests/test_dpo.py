@@ -490,6 +490,9 @@ def test_a_prompt_that_brings_the_bos_has_it_once(options, rows, tmp_path):
         ({"beta": 0.0}, "beta=0.0: must be above 0"),
         ({"rpo_alpha": -1.0}, "rpo_alpha=-1.0: must be at least 0"),
         ({"rows_per_step": 6}, "rows_per_step=6 is not divisible by the 4 devices"),
+        ({"temperature": 0.7}, "temperature=0.7 has no effect: without refresh_steps pairs are given; leave it out"),
+        ({"max_prompt_length": 8}, "max_prompt_length=8 has no effect: without refresh_steps"),
+        ({"eval_reward_functions": ("random",)}, "eval_reward_functions=('random',) has no effect: without"),
     ],
 )  # fmt: skip
 def test_options_that_do_not_fit(changes, message, options, rows):

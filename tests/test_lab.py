@@ -63,6 +63,11 @@ def test_the_training_split_is_nine_tenths():
     assert sum(map(task.held_out, problems)) / len(problems) == pytest.approx(0.1, abs=0.01)
 
 
+def test_operands_have_the_least_number_of_digits():
+    numbers = [number for one in task.make_problems(200, seed=0, digits=4, least_digits=3) for number in one.operands]
+    assert {len(str(number)) for number in numbers} == {3, 4}
+
+
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
@@ -72,6 +77,7 @@ def test_the_training_split_is_nine_tenths():
         ({"count": 1, "addends": ()}, "addends"),
         ({"count": 1, "addends": (1, 2)}, "every number of addends at least 2"),
         ({"count": -1}, "count must be at least 0"),
+        ({"count": 1, "digits": 2, "least_digits": 3}, "least_digits between 1 and digits"),
     ],
 )
 def test_impossible_problems_are_refused(arguments, message):

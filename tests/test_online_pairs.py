@@ -470,6 +470,8 @@ def test_a_judge_ranks_the_samples(options, prompts):
         ({"prompt_buckets": (4,)}, "prompt_buckets"),
         ({"reward": ("test_online_pairs:digits",), "judge": "a:b"}, "refresh_steps: give either reward or judge"),
         ({"reward": ()}, "refresh_steps: give either reward or judge"),
+        ({"max_length": 32}, "max_length=32 has no effect: with refresh_steps pairs are sampled; leave it out"),
+        ({"long_rows": "drop"}, "long_rows='drop' has no effect: with refresh_steps"),
     ],
 )  # fmt: skip
 def test_options_that_do_not_fit(changes, message, options, prompts):

@@ -173,6 +173,18 @@ def test_defaults_reach_the_stages_that_have_the_key_and_a_stage_wins(tmp_path, 
     assert found["c"] == f"{tmp_path}/out/c/x"
 
 
+def test_a_default_leaves_out_the_stages_in_which_nothing_would_read_it(tmp_path):
+    pairs = '[[stage]]\nname = "{}"\ncommand = "dpo"\nmodel = "m"\ndataset = "d"\n'
+    text = "[defaults]\nmax_length = 64\nmax_completion_length = 8\n" + pairs.format("given")
+    recipe = recipe_of(tmp_path, text + pairs.format("sampled") + 'refresh_steps = 1\nreward = ["random"]\n')
+    given, sampled = (resolve(recipe, one, SHIPPED["dpo"], {})[0] for one in recipe.stages)
+    assert (given.max_length, sampled.max_length) == (64, 1024)
+    assert (given.max_completion_length, sampled.max_completion_length) == (512, 8)
+    idle = recipe_of(tmp_path, "[defaults]\nprompt_buckets = [8]\n" + pairs.format("given"), name="idle.toml")
+    with pytest.raises(ConfigError, match="no stage takes 'prompt_buckets'"):
+        check_recipe(idle, SHIPPED)
+
+
 # --- mistakes ---------------------------------------------------------------------------------------------------------
 
 A = stage("a")
@@ -522,6 +534,21 @@ def test_expert_iteration_samples_the_last_policy_and_starts_from_the_base():
     assert [found[f"policy-{n}"].model for n in (1, 2, 3)] == [base] * 3
     assert [found[f"policy-{n}"].dataset for n in (1, 2, 3)] == [path(f"traces-{n}") for n in (1, 2, 3)]
     assert found["after"].model == path("policy-3")
+
+
+def test_what_a_recipe_evaluates_it_does_not_train(monkeypatch):
+    monkeypatch.chdir(tiny_run.REPOSITORY)
+    rows = lambda source: read_rows(source, name="dataset")
+    pairs = [
+        (one.options["dataset"], held)
+        for path in RECIPES
+        for one in read_recipe(path).stages
+        for held in one.options.get("eval_dataset", {}).values()
+        if held.startswith("recipes/")
+    ]
+    assert len(pairs) == 2
+    for trained, held in pairs:
+        assert not {row["prompt"] for row in rows(trained)} & {row["prompt"] for row in rows(held)}
 
 
 def test_the_rows_of_the_recipes():

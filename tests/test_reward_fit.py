@@ -373,11 +373,13 @@ def test_a_trained_model_is_the_reward_of_a_run(model, whole, tmp_path):
 
 
 def test_each_member_learns_as_a_model_alone_with_its_head(options, files, rows, tmp_path):
-    """And the exported ensemble scores with the members that were trained."""
-    config = options(members=3, eval_steps=0, output_dir=str(tmp_path / "run"), **files, **TERMS)
+    """Also where gradients are clipped; and the exported ensemble scores with the members that were trained."""
+    terms = {**TERMS, "max_grad_norm": 0.5, **files}
+    config = options(members=3, eval_steps=0, output_dir=str(tmp_path / "run"), **terms)
     run = train_reward(config)
+    assert min(row["grad_norm"] for row in run.metrics) > 1.0  # of all three, so that some are clipped
     members = jax.device_get(run.state.params["reward"])
-    single = prepare_reward(options(**files, **TERMS))
+    single = prepare_reward(options(**terms))
     heads = [init_head(single.model.config, key=head_key(0, k)) for k in range(3)]
     layout = single.params["reward"]["head"]["kernel"].sharding
     losses, alone = [], []

@@ -12,6 +12,8 @@ class LabConfig:
     seed: int = 0
     digits: int = 3
     """Digits of an addend at most; the out-of-distribution set has one more."""
+    least_digits: int = 1
+    """Digits of an addend at least."""
     train_problems: int = 20000
     test_problems: int = 256
     ood_problems: int = 64

@@ -57,7 +57,9 @@ def write_data(config: LabConfig, directory: Path) -> dict[str, str]:
     files = {}
     sizes = {"train": config.train_problems, "test": config.test_problems, "ood": config.ood_problems}
     for split, count in sizes.items():
-        problems = make_problems(count, seed=config.seed, split=split, digits=config.digits)
+        problems = make_problems(
+            count, seed=config.seed, split=split, digits=config.digits, least_digits=config.least_digits
+        )
         files[split] = str(directory / f"{split}.jsonl")
         Path(files[split]).write_text("".join(json.dumps(row) + "\n" for row in rows(problems)))
         if split == "train":
@@ -78,7 +80,7 @@ def sft_config(config: LabConfig, files: dict[str, str], directory: Path, start:
         learning_rate=config.sft_learning_rate,
         lr_scheduler="cosine",
         warmup_steps=min(50, steps // 4),
-        max_length=64,
+        max_length=96,
         save_steps=0,
         logging_steps=100,
     )

@@ -62,41 +62,42 @@ def make_problems(
     split: str = "train",
     digits: int = 3,
     addends: Sequence[int] = (2,),
+    least_digits: int = 1,
 ) -> list[Problem]:
     """`count` different problems, the same for the same arguments.
 
-    Each has a number of operands drawn from `addends`, each operand a length drawn from 1 to `digits`. "train" and
-    "test" share no problem, not even with its operands in another order; in "ood" the longest operand has
+    Each has a number of operands drawn from `addends`, each operand a length drawn from `least_digits` to `digits`.
+    "train" and "test" share no problem, not even with its operands in another order; in "ood" the longest operand has
     `digits + 1` digits, one more than training ever shows.
 
     Raises ValueError when an option is out of range or there are not that many different problems.
     """
     if split not in ("train", "test", "ood"):
         raise ValueError(f"split={split!r} is unknown: use train, test or ood")
-    if count < 0 or digits < 1 or not addends or min(addends) < 2:
+    if count < 0 or digits < 1 or not addends or min(addends) < 2 or not 1 <= least_digits <= digits:
         raise ValueError(
-            f"count={count}, digits={digits}, addends={tuple(addends)}: count must be at least 0, digits at least 1, "
-            "and every number of addends at least 2"
+            f"count={count}, digits={digits}, addends={tuple(addends)}, least_digits={least_digits}: count must be at "
+            "least 0, digits at least 1, every number of addends at least 2, and least_digits between 1 and digits"
         )
     rng = random.Random(f"{split}/{seed}/{digits}/{tuple(addends)}")
     found: dict[Problem, None] = {}
     misses = 0  # draws in a row that brought nothing new
     while len(found) < count and misses < _PATIENCE:
-        problem = Problem(_draw(rng, digits + (split == "ood"), rng.choice(list(addends))))
+        problem = Problem(_draw(rng, least_digits, digits + (split == "ood"), rng.choice(list(addends))))
         if problem in found or not _belongs(problem, split, digits):
             misses += 1
         else:
             found[problem], misses = None, 0
     if len(found) < count:
         raise ValueError(
-            f"count={count}: only {len(found)} different {split} problems were found with digits={digits} and "
-            f"addends={tuple(addends)}; ask for fewer, or for more digits"
+            f"count={count}: only {len(found)} different {split} problems were found with digits={digits}, "
+            f"least_digits={least_digits} and addends={tuple(addends)}; ask for fewer, or for more digits"
         )
     return list(found)
 
 
-def _draw(rng: random.Random, digits: int, addends: int) -> tuple[int, ...]:
-    lengths = [rng.randint(1, digits) for _ in range(addends)]
+def _draw(rng: random.Random, least: int, digits: int, addends: int) -> tuple[int, ...]:
+    lengths = [rng.randint(least, digits) for _ in range(addends)]
     return tuple(rng.randint(10 ** (length - 1) if length > 1 else 0, 10**length - 1) for length in lengths)
 
 
