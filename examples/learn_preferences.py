@@ -131,8 +131,10 @@ def dpo(directory: Path, files: dict[str, str]) -> None:
     """A right against a wrong completion of the model itself, for three betas."""
     told = comparisons(samples(files["model"], files["train"], limit=2000, count=8), least_gap=1.5)
     dataset = write(directory / "dpo_train.jsonl", told)
-    table = [("start", "", "", *(f"{x:.3f}" for x in kl_and_accuracy(files["model"], files["model"], files["test"])))]
-    for beta in (0.03, 0.1, 0.3):
+    start = kl_and_accuracy(files["model"], files["model"], files["test"])
+    table, points = [("start", "", "", *(f"{x:.3f}" for x in start))], [start]
+    betas = (0.03, 0.1, 0.3)
+    for beta in betas:
         output = directory / f"dpo_{beta}"
         if not (output / "model").exists():
             config = jaxrl_lm.DPOConfig(
@@ -142,14 +144,27 @@ def dpo(directory: Path, files: dict[str, str]) -> None:
             jaxrl_lm.train_dpo(config)
             run_export(jaxrl_lm.ExportConfig(run=str(output), directory=str(output / "model")))
         last = load_metrics(output / "metrics.jsonl")[-1]
-        numbers = kl_and_accuracy(str(output / "model"), files["model"], files["test"])
+        points.append(kl_and_accuracy(str(output / "model"), files["model"], files["test"]))
         table.append((f"{beta}", f"{last['rewards/margins']:.3f}", f"{last['rewards/accuracies']:.3f}",
-                      *(f"{x:.3f}" for x in numbers)))  # fmt: skip
+                      *(f"{x:.3f}" for x in points[-1])))  # fmt: skip
     show(
         f"DPO on {len(told)} pairs, 150 steps of 32",
         ("beta", "margin", "accuracy of pairs", "KL, nats", "greedy", "pass@1"),
         table,
     )
+
+    def draw(figure) -> None:
+        axes = figure.subplots()
+        for column, name in ((1, "greedy accuracy"), (2, "pass@1")):
+            axes.plot([point[0] for point in points], [point[column] for point in points], "o", label=name)
+        for point, name in zip(points, ("start", *(f"β = {beta}" for beta in betas)), strict=True):
+            axes.annotate(
+                name, (point[0], point[1]), textcoords="offset points", xytext=(0, 6), ha="center", fontsize=8
+            )
+        axes.set(xlabel="KL(policy ‖ start), nats a completion", ylabel="held-out", ylim=(0.4, 0.9))
+        axes.legend(loc="lower right")
+
+    save_figure(str(directory / "dpo.png"), draw, width=5)
 
 
 STEPS, PROMPTS, GROUP = 48, 16, 8

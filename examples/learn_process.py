@@ -17,14 +17,14 @@ import jaxrl_lm
 from jaxrl_lm.config import PPOConfig
 from jaxrl_lm.inference import run_export, run_generate
 from jaxrl_lm.lab.run import REWARD
-from jaxrl_lm.lab.small import careless_start, small_start
+from jaxrl_lm.lab.small import careless_start
 from jaxrl_lm.lab.task import Problem, check
 from jaxrl_lm.label_steps import run_label_steps
 from jaxrl_lm.report import load_metrics
 from jaxrl_lm.search import run_search
 from jaxrl_lm.tools_config import LabelStepsConfig, SearchConfig
 
-LENGTH = 32  # tokens of a completion of two columns at most; of five columns twice as many
+LENGTH = 64  # tokens of a completion at most
 SEPARATOR = ";"
 
 
@@ -54,7 +54,7 @@ def labelled(directory: Path, files: dict[str, str], *, prompts: int = 400, coun
     if not output.exists():
         config = LabelStepsConfig(
             model=files["model"], dataset=files["train"], limit=prompts, output=str(output), reward=(REWARD,),
-            num_generations=count, rollouts=rollouts, step_separator=SEPARATOR, max_completion_length=2 * LENGTH,
+            num_generations=count, rollouts=rollouts, step_separator=SEPARATOR, max_completion_length=LENGTH,
             prompts_per_step=64,
         )  # fmt: skip
         print(run_label_steps(config))
@@ -86,7 +86,7 @@ def prm(directory: Path) -> None:
             limit=more // 8,
             num_generations=8,
             prompts_per_step=64,
-            max_completion_length=2 * LENGTH,
+            max_completion_length=LENGTH,
             seed=1,
         )
     )
@@ -115,7 +115,7 @@ def prm(directory: Path) -> None:
         f"outcome model, as many samples ({len(many)})": "reward_model:"
         + trained(directory, "orm_many", outcome("orm_many", many), jaxrl_lm.train_reward),
     }
-    table, chosen, ks = [], [], None
+    table, chosen, curves, ks = [], [], {}, None
     for name, scorer in scorers.items():
         for credit in ("last", "min", "product", "mean") if scorer.startswith("prm:") else ("last",):
             output = directory / "search.json"
@@ -128,7 +128,7 @@ def prm(directory: Path) -> None:
                     credit=credit,
                     num_generations=16,
                     prompts_per_step=32,
-                    max_completion_length=2 * LENGTH,
+                    max_completion_length=LENGTH,
                     seed=2,
                     output=str(output),
                 )
@@ -136,20 +136,30 @@ def prm(directory: Path) -> None:
             ks, records = found["n"], json.loads(output.read_text())["records"]
             title = f"{name}, {credit}" if scorer.startswith("prm:") else name
             table.append((title, *(f"{x:.3f}" for x in found["best_of_n"])))
+            curves[title] = found["best_of_n"]
             problems = {row["prompt"]: row for row in read(files["test"])}
             best = [max(range(16), key=lambda n, r=record: r["scores"][n]) for record in records]
             picks = [(problems[r["prompt"]], r["completions"][n]) for r, n in zip(records, best, strict=True)]
             chosen.append((title, flawed_share(picks)))
     every = [(problems[record["prompt"]], text) for record in records for text in record["completions"]]
-    table += [
-        (name, *(f"{x:.3f}" for x in found[key])) for name, key in (("majority", "majority"), ("pass@n", "pass@n"))
-    ]
+    curves |= {name: found[name] for name in ("majority", "pass@n")}
+    table += [(name, *(f"{x:.3f}" for x in curves[name])) for name in ("majority", "pass@n")]
     show("Held-out accuracy of the chosen completion of n", ("scorer", *(f"n = {k}" for k in ks)), table)
     show(
         "Right answers with a wrong step",
         ("chosen by", "share"),
         [("nothing (every sample)", flawed_share(every)), *chosen],
     )
+
+    def draw(figure) -> None:
+        axes = figure.subplots()
+        for name, curve in curves.items():
+            axes.plot(ks, curve, ":" if name in ("majority", "pass@n") else "-", label=name)
+        axes.set_xscale("log", base=2)
+        axes.set(xlabel="completions to choose from", ylabel="held-out accuracy of the chosen one")
+        axes.legend(fontsize=8)
+
+    save_figure(str(directory / "prm.png"), draw, width=6)
 
 
 # --- reinforcement learning -------------------------------------------------------------------------------------------
@@ -162,8 +172,9 @@ def options(files: dict[str, str], output: Path, seed: int, **changes) -> dict:
     return {
         "model": files["model"], "dataset": files["train"], "eval_dataset": {"test": files["test"]}, "reward": (REWARD,),
         "output_dir": str(output), "seed": seed, "prompts_per_step": PROMPTS, "num_generations": GROUP,
-        "max_completion_length": LENGTH, "learning_rate": 3e-4, "max_steps": 60, "eval_steps": 5, "eval_num_generations": 7,
-        "probe_prompts": 0, "completions_steps": 0, "save_steps": 0, "logging_steps": 60, "preset": "grpo",
+        "max_completion_length": LENGTH, "learning_rate": 3e-4, "eval_steps": 5, "eval_limit": 128,
+        "eval_num_generations": 7, "probe_prompts": 0, "completions_steps": 0, "save_steps": 0, "logging_steps": 20,
+        "preset": "grpo",
     } | changes  # fmt: skip
 
 
@@ -191,7 +202,7 @@ def rl(directory: Path, seeds: int = 5, accuracy: float = 0.3, steps: int = 60) 
                     "max_steps": steps,
                     "logging_steps": steps,
                     "eval_limit": 128,
-                    "max_completion_length": 2 * LENGTH,
+                    "max_completion_length": LENGTH,
                 }
                 jaxrl_lm.train(jaxrl_lm.GRPOConfig(**options(files, output, seed, **length, **changes)))
             runs.append(load_metrics(output / "metrics.jsonl"))
@@ -201,7 +212,7 @@ def rl(directory: Path, seeds: int = 5, accuracy: float = 0.3, steps: int = 60) 
                 dataset=files["test"],
                 num_generations=8,
                 prompts_per_step=32,
-                max_completion_length=2 * LENGTH,
+                max_completion_length=LENGTH,
             )
         )
         texts = [(row, text) for row in drawn for text in row["completions"]]
@@ -230,32 +241,32 @@ def rl(directory: Path, seeds: int = 5, accuracy: float = 0.3, steps: int = 60) 
     save_figure(str(directory / "process_rl.png"), draw, width=6)
 
 
-def credit(directory: Path, files: dict[str, str]) -> None:
-    """Every way of credit with both methods, on problems of two digits and of three (one more than the start has seen)."""
+def credit(directory: Path) -> None:
+    """Ways of credit with both methods, from an easy start (a column in three is miscounted) and a hard one (two in three).
+
+    With verdicts of 0 and 1 the product is the minimum.
+    """
+    starts = {"easy": careless_start(directory / "long", slip=0.35, drop=0.0),
+              "hard": careless_start(directory / "long", slip=0.65, drop=0.0)}  # fmt: skip
     table = []
-    splits = {"easy": files["test"], "hard": files["ood"]}
     for method, config_class, own in (
         ("group", jaxrl_lm.GRPOConfig, {}),
         ("PPO", PPOConfig, {"preset": "ppo", "num_generations": 1, "prompts_per_step": PROMPTS * GROUP, "num_iterations": 2,
                             "critic_warmup_steps": 3}),
     ):  # fmt: skip
-        for name in ("none", "sum-to-go", "mean", "min", "product", "last"):
+        for name in ("none", "sum-to-go", "mean", "min", "last"):
             steps = {} if name == "none" else {"step_reward": STEPS, "step_credit": name}
-            output = directory / f"credit_{method}_{name}"
-            changes = {**own, **steps, "max_steps": 30, "eval_steps": 30, "eval_dataset": splits}
-            if not (output / "checkpoints" / "30").exists():
-                jaxrl_lm.train(config_class(**options(files, output, 0, **changes)))
-            history = load_metrics(output / "metrics.jsonl")
-            at = lambda split, run=history: (
-                f"{run[0][f'eval/{split}/pass@1']:.3f} -> {run[-1][f'eval/{split}/pass@1']:.3f}"
-            )
-            table.append((method, "outcome alone" if name == "none" else name, at("easy"), at("hard")))
-    show("30 steps of 128 completions, pass@1", ("method", "credit of steps", "two digits", "three digits"), table)
+            cells = []
+            for split, files in starts.items():
+                output = directory / f"credit_{method}_{name}_{split}"
+                if not (output / "checkpoints" / "40").exists():
+                    changes = {**own, **steps, "max_steps": 40, "eval_steps": 40}
+                    jaxrl_lm.train(config_class(**options(files, output, 0, **changes)))
+                history = load_metrics(output / "metrics.jsonl")
+                cells.append(f"{history[0]['eval/test/pass@1']:.3f} -> {history[-1]['eval/test/pass@1']:.3f}")
+            table.append((method, "outcome alone" if name == "none" else name, *cells))
+    show("40 steps of 128 completions, pass@1", ("method", "credit of steps", *starts), table)
 
 
 if __name__ == "__main__":
-    command, place = sys.argv[1], Path(sys.argv[2])
-    if command == "credit":
-        credit(place, small_start(place))
-    else:
-        {"prm": prm, "rl": rl}[command](place)
+    {"prm": prm, "rl": rl, "credit": credit}[sys.argv[1]](Path(sys.argv[2]))

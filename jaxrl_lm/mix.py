@@ -183,6 +183,13 @@ def check_teacher(config: GRPOConfig) -> None:
         raise ValueError("teacher goes with methods that train the policy alone: leave critic and implicit_prm out")
     elif config.teacher_beta != 0.5 and config.teacher_divergence != "jsd":
         raise ValueError(f"teacher_beta={config.teacher_beta!r} has no effect without teacher_divergence='jsd'")
+    elif config.teacher_only:
+        for name in ("beta", "target_kl", "entropy_coef", "target_entropy"):
+            if getattr(config, name):
+                raise ValueError(
+                    f"{name}={getattr(config, name)!r} has no effect with teacher_only, which leaves the loss that it is "
+                    "part of out"
+                )
 
 
 def open_mix(

@@ -492,7 +492,7 @@ def test_a_prompt_that_brings_the_bos_has_it_once(options, rows, tmp_path):
         ({"rows_per_step": 6}, "rows_per_step=6 is not divisible by the 4 devices"),
         ({"temperature": 0.7}, "temperature=0.7 has no effect: without refresh_steps pairs are given; leave it out"),
         ({"max_prompt_length": 8}, "max_prompt_length=8 has no effect: without refresh_steps"),
-        ({"eval_reward_functions": ("random",)}, "eval_reward_functions=('random',) has no effect: without"),
+        ({"eval_reward_functions": ("random",)}, r"eval_reward_functions=\('random',\) has no effect: without"),
     ],
 )  # fmt: skip
 def test_options_that_do_not_fit(changes, message, options, rows):
