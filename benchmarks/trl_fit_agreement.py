@@ -1,13 +1,13 @@
 """Our training on given rows against that of a released TRL, from text to gradient: tokens, loss and gradient of one batch.
 
     pip install --no-deps trl accelerate datasets pandas dill multiprocess xxhash
-    python benchmarks/trl_fit_agreement.py   # in an environment of its own that also has torch and this package
+    python benchmarks/trl_fit_agreement.py OLDER   # in an environment of its own that also has torch and this package
 
 TRL's own trainers run on the CPU: SFT, DPO, KTO, Reward, and the experimental CPO and ORPO, from the rows to `compute_loss`
 and its gradient. Ours is the first step of the commands sft, dpo, reward and prm. Both read the same directory of a random
 Llama of two layers. TRL's model is in float64 (but the log-probs of SFT, DPO and KTO, which TRL computes in float32), ours
-in float32. TRL 1.16.0 has no PRMTrainer: prm is compared with the loss that it documented, cross-entropy that ignores -100,
-through transformers' token classification model.
+in float32. TRL 1.16.0 has no PRMTrainer: OLDER is the Python of an environment with TRL 0.23.1, whose PRMTrainer prm is
+compared with (`trl_prm_trainer.py`).
 
 Equal rows: those whose tokens, and which of them the loss reads, are the same on both sides. Differences are relative to
 TRL's number; that of the whole gradient is |ours - theirs| / |theirs|. Exits with an error where one is above 1e-5, where
@@ -16,12 +16,15 @@ rows differ, or where a departure that the second table claims is not there. doc
 
 import collections
 import dataclasses
-import functools
 import itertools
+import json
 import logging
 import math
+import subprocess
+import sys
 import tempfile
 import time
+from pathlib import Path
 
 import datasets
 import jax
@@ -119,7 +122,7 @@ CLASSES = {
 def theirs_of(case, root, rows):
     """TRL's trainer on the rows: its first batch, loss and gradient."""
     if case.trainer == "PRM":
-        return documented_prm(case, root, rows)
+        return older_prm(case, root, rows)
     directory = write_model(root, case.tokenizer, case.template, 1 if case.trainer == "Reward" else None, 0)
     kind = transformers.AutoModelForCausalLM
     if case.trainer == "Reward":
@@ -146,29 +149,20 @@ def theirs_of(case, root, rows):
     return Result(found, loss.item(), torch_grads(model))
 
 
-def documented_prm(case, root, rows):
-    """Prompt, then each step with its separator, each tokenised on its own; the label at the last token of each."""
+def older_prm(case, root, rows):
+    """What the PRMTrainer of the older release makes of the rows."""
     directory = write_model(root, case.tokenizer, case.template, 2, 0)
-    tokenizer = transformers.AutoTokenizer.from_pretrained(directory)
-    model = transformers.AutoModelForTokenClassification.from_pretrained(directory, dtype=torch.float64)
-    plain = functools.partial(tokenizer, add_special_tokens=False)
-    separator = plain(case.ours["step_separator"])["input_ids"]
-    given, labels = [], []
-    for row in rows:
-        prompt = tokenizer(row["prompt"])["input_ids"]
-        pieces = [plain(step)["input_ids"] + separator for step in row["completions"]]
-        marks = [
-            [IGNORED] * (len(piece) - 1) + [int(label)] for piece, label in zip(pieces, row["labels"], strict=True)
+    given, out = f"{root}/steps.json", f"{root}/prm.npz"
+    Path(given).write_text(json.dumps(rows))
+    script = Path(__file__).with_name("trl_prm_trainer.py")
+    subprocess.run([sys.argv[1], script, directory, given, case.ours["step_separator"], out], check=True)
+    with np.load(out) as found:
+        grads = {name.removeprefix("grad "): found[name] for name in found.files if name.startswith("grad ")}
+        read = [
+            ((tuple(ids), tuple(label != IGNORED for label in labels)),)
+            for ids, labels in json.loads(str(found["rows"]))
         ]
-        given.append([*prompt, *itertools.chain(*pieces)])
-        labels.append([*[IGNORED] * len(prompt), *itertools.chain(*marks)])
-    pad = lambda lists, value: torch.tensor([one + [value] * (max(map(len, lists)) - len(one)) for one in lists])
-    attention = pad([[1] * len(one) for one in given], 0)
-    logits = model(input_ids=pad(given, tokenizer.pad_token_id), attention_mask=attention).logits
-    loss = torch.nn.functional.cross_entropy(logits.flatten(0, 1), pad(labels, IGNORED).flatten(), ignore_index=IGNORED)
-    loss.backward()
-    read = [((tuple(ids), tuple(mark != IGNORED for mark in marks)),) for ids, marks in zip(given, labels, strict=True)]
-    return Result(read, loss.item(), torch_grads(model))
+        return Result(read, float(found["loss"]), grads)
 
 
 def torch_grads(model):
@@ -244,7 +238,7 @@ def shown(case):
     plain = lambda value: ",".join(map(str, value)) if isinstance(value, tuple) else value
     write = lambda name, options: ", ".join([name, *(f"`{key}={plain(value)}`" for key, value in options.items())])
     ours = {"loss_type": "kto"} | case.ours if case.trainer == "KTO" else case.ours
-    trainer = "cross-entropy as PRMTrainer's" if case.trainer == "PRM" else f"{case.trainer}Trainer"
+    trainer = "PRMTrainer of 0.23.1" if case.trainer == "PRM" else f"{case.trainer}Trainer"
     return f"{case.title} | {write(COMMANDS.get(case.trainer, 'dpo'), ours)} | {write(trainer, case.trl)}"
 
 
