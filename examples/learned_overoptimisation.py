@@ -12,6 +12,7 @@ import dataclasses
 import sys
 from collections.abc import Sequence
 from pathlib import Path
+from typing import NamedTuple
 
 import numpy as np
 from _tables import save_figure, show
@@ -30,7 +31,8 @@ from jaxrl_lm.search import best_of_n_curve
 
 WIDTHS = (40, 80, 160)
 PAIRS, MEMBERS, LENGTH = 1000, 4, 64
-SEEDS, STEPS, WINDOW = 3, 100, 5  # a point of a curve of RL is the mean over a window of steps
+SEEDS = {"one proxy": 3, "mean − std of 4": 1}  # of RL; one proxy is another of the four in each
+STEPS, WINDOW = 60, 5  # a point of a curve of RL is the mean over a window of steps
 BEST_OF = (1, 2, 3, 4, 6, 8, 12, 16, 24, 32, 48)
 REWARDS = {"one proxy": "/member_{}", "mean − std of 4": "?ensemble=pessimistic&k=1"}
 
@@ -67,27 +69,38 @@ def option(models: str, reward: str, seed: int) -> str:
 # --- curves: d, gold and proxy, each [seeds points], both rewards 0 at the start, the proxy in units of its std there ---
 
 
-def best_of_n(directory: Path, files: dict[str, str], found: dict[str, str]) -> dict[tuple[str, str], list[np.ndarray]]:
-    """By (width, reward), from 64 samples of each of 64 problems."""
+class Start(NamedTuple):
+    """Samples of the policy that all begin with, and what a proxy says of them."""
+
+    gold: np.ndarray  # [problems samples]
+    scores: np.ndarray
+
+    def relative(self, gold, proxy):
+        """Both rewards from 0 at the start, the proxy in units of its std there."""
+        return gold - self.gold.mean(), (proxy - self.scores.mean()) / self.scores.std()
+
+
+def starts(files: dict[str, str], found: dict[str, str]) -> dict[tuple[str, str, int], Start]:
+    """By width, reward and seed, of 64 samples of each of 64 problems."""
     rows = samples(files["model"], files["test"], limit=64, count=64, length=LENGTH)
-    true = np.array([row["gold"] for row in rows])
-    plan, out = build_plan({"fsdp": 1}), {}
-    for width, models in found.items():
-        for reward in REWARDS:
-            curves = []
-            for seed in range(SEEDS):
-                scorer = RewardModel(option(models, reward, seed), plan=plan)
-                scores = np.array([scorer([row["prompt"]] * 64, row["completions"]) for row in rows])
-                proxy = (scores - scores.mean()) / scores.std()
-                curves.append([best_of_n_curve(scores, value, BEST_OF) for value in (true - true.mean(), proxy)])
-            distance = np.sqrt([best_of_n_kl(n) for n in BEST_OF])
-            values = np.array(curves)
-            out[width, reward] = [np.broadcast_to(distance, values[:, 0].shape), values[:, 0], values[:, 1]]
-    return out
+    gold, plan = np.array([row["gold"] for row in rows]), build_plan({"fsdp": 1})
+    score = lambda scorer: np.array([scorer([row["prompt"]] * 64, row["completions"]) for row in rows])
+    return {
+        (width, reward, seed): Start(gold, score(RewardModel(option(models, reward, seed), plan=plan)))
+        for width, models in found.items()
+        for reward in REWARDS
+        for seed in range(SEEDS[reward])
+    }
+
+
+def best_of_n(start: Start) -> list[np.ndarray]:
+    """d, gold and proxy of the best by proxy of n samples."""
+    distance = np.sqrt([best_of_n_kl(n) for n in BEST_OF])
+    return [distance, *(best_of_n_curve(start.scores, x, BEST_OF) for x in start.relative(start.gold, start.scores))]
 
 
 def climbed(
-    directory: Path, files: dict[str, str], models: str, width: str, reward: str, seed: int
+    directory: Path, files: dict[str, str], models: str, start: Start, width: str, reward: str, seed: int
 ) -> list[np.ndarray]:
     """d, gold and proxy of one GRPO run, window by window."""
     output = directory / f"climb_{width}_{'one' if reward == 'one proxy' else 'four'}_{seed}"
@@ -97,15 +110,13 @@ def climbed(
             model=files["model"], dataset=files["train"], output_dir=str(output), seed=seed, preset="grpo",
             reward=(scorer + ("&" if "?" in scorer else "?") + "name=proxy", f"{__file__}:gold"), reward_weights=(1.0, 0.0),
             beta=1e-9,  # in effect none: it has the KL to the start measured
-            prompts_per_step=16, num_generations=8, max_completion_length=LENGTH, learning_rate=3e-4, max_steps=STEPS,
+            prompts_per_step=16, num_generations=8, max_completion_length=LENGTH, learning_rate=2e-5, max_steps=STEPS,
             eval_steps=0, save_steps=0, logging_steps=STEPS, probe_prompts=0, completions_steps=0,
         )  # fmt: skip
         jaxrl_lm.train(config)
     rows = [row for row in load_metrics(output / "metrics.jsonl") if "sqrt_kl" in row]
     window = lambda name: np.array([row[name] for row in rows]).reshape(-1, WINDOW).mean(1)
-    start = lambda name: rows[0][f"rewards/{name}/mean"]
-    proxy = (window("rewards/proxy/mean") - start("proxy")) / rows[0]["rewards/proxy/std"]
-    return [window("sqrt_kl"), window("rewards/gold/mean") - start("gold"), proxy]
+    return [window("sqrt_kl"), *start.relative(window("rewards/gold/mean"), window("rewards/proxy/mean"))]
 
 
 # --- tables and figure -----------------------------------------------------------------------------------------------
@@ -144,11 +155,18 @@ def draw(figure, found) -> None:
 def main(directory: Path) -> None:
     files = careless_start(directory / "long", slip=0.3, drop=0.3)
     models = {str(width): proxies(directory, files, width) for width in WIDTHS}
-    found = {("best-of-n", *key): curve for key, curve in best_of_n(directory, files, models).items()}
-    for width, place in models.items():
-        for reward in REWARDS:
-            runs = [climbed(directory, files, place, width, reward, seed) for seed in range(SEEDS)]
-            found["GRPO", width, reward] = [np.stack(part) for part in zip(*runs, strict=True)]
+    begun, found = starts(files, models), {}
+    stack = lambda runs: [np.stack(part) for part in zip(*runs, strict=True)]
+    for method in ("best-of-n", "GRPO"):
+        for width, place in models.items():
+            for reward in REWARDS:
+                each = {seed: begun[width, reward, seed] for seed in range(SEEDS[reward])}
+                found[method, width, reward] = stack(
+                    best_of_n(start)
+                    if method == "best-of-n"
+                    else climbed(directory, files, place, start, width, reward, seed)
+                    for seed, start in each.items()
+                )
     tables(found)
     save_figure(str(directory / "learned_overoptimisation.png"), lambda figure: draw(figure, found))
 
