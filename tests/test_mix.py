@@ -546,8 +546,16 @@ def test_a_teacher_of_another_vocabulary_is_refused(options, tmp_path):
         (GRPOConfig, {"teacher_beta": 0.1}, r"teacher_beta=0\.1 has no effect without teacher"),
         (GRPOConfig, {"teacher": "dir", "teacher_beta": 0.1}, r"has no effect without teacher_divergence='jsd'"),
         (GRPOConfig, {"teacher_only": True}, "teacher_only=True has no effect without teacher"),
-        (GRPOConfig, {"teacher": "dir", "teacher_only": True, "beta": 0.1}, r"beta=0\.1 has no effect with teacher_only"),
-        (GRPOConfig, {"teacher": "dir", "teacher_only": True, "entropy_coef": 0.1}, "entropy_coef=0.1 has no effect with"),
+        (
+            GRPOConfig,
+            {"teacher": "dir", "teacher_only": True, "beta": 0.1},
+            r"beta=0\.1 has no effect with teacher_only",
+        ),
+        (
+            GRPOConfig,
+            {"teacher": "dir", "teacher_only": True, "entropy_coef": 0.1},
+            "entropy_coef=0.1 has no effect with",
+        ),
     ],
 )
 def test_teachers_that_do_not_fit(config, changes, message):
