@@ -259,13 +259,13 @@ def credit(directory: Path) -> None:
             cells = []
             for split, files in starts.items():
                 output = directory / f"credit_{method}_{name}_{split}"
-                if not (output / "checkpoints" / "40").exists():
-                    changes = {**own, **steps, "max_steps": 40, "eval_steps": 40}
+                if not (output / "checkpoints" / "30").exists():
+                    changes = {**own, **steps, "max_steps": 30, "eval_steps": 30}
                     jaxrl_lm.train(config_class(**options(files, output, 0, **changes)))
                 history = load_metrics(output / "metrics.jsonl")
                 cells.append(f"{history[0]['eval/test/pass@1']:.3f} -> {history[-1]['eval/test/pass@1']:.3f}")
             table.append((method, "outcome alone" if name == "none" else name, *cells))
-    show("40 steps of 128 completions, pass@1", ("method", "credit of steps", *starts), table)
+    show("30 steps of 128 completions, pass@1", ("method", "credit of steps", *starts), table)
 
 
 if __name__ == "__main__":
