@@ -243,6 +243,8 @@ def shown(case):
 
 
 def main():
+    if len(sys.argv) != 2:
+        raise SystemExit("give the Python of an environment with trl 0.23.1, which has a PRMTrainer")
     started = time.perf_counter()
     transformers.utils.logging.set_verbosity_error()
     transformers.utils.logging.disable_progress_bar()

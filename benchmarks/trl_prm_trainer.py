@@ -15,8 +15,12 @@ import torch
 import transformers
 import trl
 
+VERSION = "0.23.1"
+
 
 def main(model_directory: str, rows_file: str, separator: str, result: str) -> None:
+    if trl.__version__ != VERSION:
+        raise SystemExit(f"trl {trl.__version__}: this needs trl {VERSION}, which has a PRMTrainer")
     with open(rows_file) as file:
         rows = json.load(file)
     tokenizer = transformers.AutoTokenizer.from_pretrained(model_directory)
@@ -37,7 +41,7 @@ def main(model_directory: str, rows_file: str, separator: str, result: str) -> N
     ]
     empty = lambda p: torch.zeros_like(p) if p.grad is None else p.grad
     grads = {f"grad {name}": empty(p).double().numpy() for name, p in model.named_parameters()}
-    np.savez(result, version=trl.__version__, rows=json.dumps(found), loss=loss.item(), **grads)
+    np.savez(result, rows=json.dumps(found), loss=loss.item(), **grads)
 
 
 if __name__ == "__main__":

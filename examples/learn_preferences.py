@@ -11,6 +11,7 @@ printed.
 import json
 import random
 import sys
+from collections.abc import Sequence
 from pathlib import Path
 
 import numpy as np
@@ -30,12 +31,22 @@ from jaxrl_lm.seeds import estimate
 LENGTH = 32  # tokens of a completion at most
 
 
-def gold(row: dict, texts: list[str]) -> list[float]:
-    """What is wanted: right steps, and above all a right answer."""
-    count = len(texts)
-    steps = lab_steps(prompts=[row["prompt"]] * count, completions=texts, operands=[row["operands"]] * count)
-    right = lab_answer(prompts=[row["prompt"]] * count, completions=texts, answer=[row["answer"]] * count)
+def gold(
+    *, prompts: list[str], completions: list[str], operands: list[Sequence[int]], answer: list[int]
+) -> list[float]:
+    """What is wanted: right steps, and above all a right answer. A reward function."""
+    steps = lab_steps(prompts=prompts, completions=completions, operands=operands)
+    right = lab_answer(prompts=prompts, completions=completions, answer=answer)
     return [share + 2.0 * one for share, one in zip(steps, right, strict=True)]
+
+
+def judged(row: dict) -> list[float]:
+    """The gold rewards of a row's completions."""
+    count = len(row["completions"])
+    return gold(
+        prompts=[row["prompt"]] * count, completions=row["completions"], operands=[row["operands"]] * count,
+        answer=[row["answer"]] * count,
+    )  # fmt: skip
 
 
 def samples(model: str, dataset: str, *, limit: int, count: int, length: int = LENGTH, seed: int = 0) -> list[dict]:
@@ -44,7 +55,7 @@ def samples(model: str, dataset: str, *, limit: int, count: int, length: int = L
         model=model, dataset=dataset, limit=limit, num_generations=count, prompts_per_step=32, seed=seed,
         max_completion_length=length,
     )  # fmt: skip
-    return [{**row, "gold": gold(row, row["completions"])} for row in run_generate(config)]
+    return [{**row, "gold": judged(row)} for row in run_generate(config)]
 
 
 def write(path: Path, rows: list[dict]) -> str:

@@ -1,16 +1,20 @@
 """Learning from steps on the small lab model: a process reward model, and reinforcement learning with rewards of steps.
 
-    python examples/learn_process.py prm     runs/learn   labels by completing steps; best-of-n against outcome models
-    python examples/learn_process.py rl      runs/learn   samples to an accuracy, rewards of steps against outcomes, 5 seeds
-    python examples/learn_process.py credit  runs/learn   ways of credit in PPO and in the group method, easy and hard
+    python examples/learn_process.py prm      runs/learn   labels by completing steps; best-of-n against outcome models
+    python examples/learn_process.py mistakes runs/learn   which mistakes such a model tells from right working
+    python examples/learn_process.py rl       runs/learn   samples to an accuracy, rewards of steps against outcomes, 5 seeds
+    python examples/learn_process.py credit   runs/learn   ways of credit in PPO and in the group method, easy and hard
 
 The models that they start from (`jaxrl_lm/lab/small.py`) are made on the first call. docs/results.md holds what was printed.
 """
 
+import itertools
 import json
+import random
 import sys
 from pathlib import Path
 
+import numpy as np
 from _tables import save_figure, show
 
 import jaxrl_lm
@@ -18,7 +22,7 @@ from jaxrl_lm.config import PPOConfig
 from jaxrl_lm.inference import run_export, run_generate
 from jaxrl_lm.lab.run import REWARD
 from jaxrl_lm.lab.small import careless_start
-from jaxrl_lm.lab.task import Problem, check
+from jaxrl_lm.lab.task import Problem, check, demonstration, make_problems, prompt
 from jaxrl_lm.label_steps import run_label_steps
 from jaxrl_lm.report import load_metrics
 from jaxrl_lm.search import run_search
@@ -70,80 +74,64 @@ def trained(directory: Path, name: str, config, train) -> str:
     return str(model)
 
 
-def prm(directory: Path) -> None:
+def scorers(directory: Path, files: dict[str, str]) -> dict[str, str]:
     """A process model on labelled steps, outcome models on the same completions and on as many samples as labelling took."""
-    files = careless_start(directory / "long")
     stepwise = labelled(directory, files)
-    rows = read(stepwise)
     whole = lambda row: SEPARATOR.join(row["completions"])
-    outcomes = [{"prompt": row["prompt"], "completion": whole(row), "label": row["outcome"]} for row in rows]
+    same = [{"prompt": row["prompt"], "completion": whole(row), "label": row["outcome"]} for row in read(stepwise)]
     summary = json.loads(Path(stepwise + ".summary.json").read_text())
-    more = summary["completions"] + 8 * summary["prefixes"]
+    count = summary["completions"] + 8 * summary["prefixes"]
     drawn = run_generate(
         jaxrl_lm.GenerateConfig(
-            model=files["model"],
-            dataset=files["train"],
-            limit=more // 8,
-            num_generations=8,
-            prompts_per_step=64,
-            max_completion_length=LENGTH,
-            seed=1,
+            model=files["model"], dataset=files["train"], limit=count // 8, num_generations=8, prompts_per_step=64,
+            max_completion_length=LENGTH, seed=1,
         )
-    )
+    )  # fmt: skip
     judge = lambda row, text: float(check(Problem(tuple(row["operands"])), text).correct)
     many = [
         {"prompt": r["prompt"], "completion": t, "label": judge(r, t)} for r in drawn for t in r["completions"] if t
     ]
     shared = {
-        "model": files["careful"], "rows_per_step": 64, "max_steps": 300,
-        "learning_rate": 3e-4, "warmup_steps": 20, "lr_scheduler": "linear", "eval_steps": 0, "save_steps": 0,
-        "logging_steps": 100,
+        "model": files["careful"], "rows_per_step": 64, "max_steps": 300, "learning_rate": 3e-4, "warmup_steps": 20,
+        "lr_scheduler": "linear", "eval_steps": 0, "save_steps": 0, "logging_steps": 100,
     }  # fmt: skip
     process = jaxrl_lm.PRMConfig(
         dataset=stepwise, output_dir=str(directory / "prm"), step_separator=SEPARATOR, **shared
     )
-    outcome = lambda name, data: jaxrl_lm.RewardConfig(
-        dataset=write(directory / f"{name}.jsonl", data),
-        output_dir=str(directory / name),
-        loss_type="outcome",
-        **shared,
-    )
-    scorers = {
-        "process model": f"prm:{trained(directory, 'prm', process, jaxrl_lm.train_prm)}",
-        f"outcome model, the same {len(outcomes)} completions": "reward_model:"
-        + trained(directory, "orm", outcome("orm", outcomes), jaxrl_lm.train_reward),
-        f"outcome model, as many samples ({len(many)})": "reward_model:"
-        + trained(directory, "orm_many", outcome("orm_many", many), jaxrl_lm.train_reward),
-    }
-    table, chosen, curves, ks = [], [], {}, None
-    for name, scorer in scorers.items():
-        for credit in ("last", "min", "product", "mean") if scorer.startswith("prm:") else ("last",):
-            output = directory / "search.json"
+    found = {"process model": f"prm:{trained(directory, 'prm', process, jaxrl_lm.train_prm)}"}
+    for name, title, data in (("orm", "the same {} completions", same), ("orm_many", "as many samples ({})", many)):
+        config = jaxrl_lm.RewardConfig(
+            dataset=write(directory / f"{name}.jsonl", data), output_dir=str(directory / name), loss_type="outcome", **shared
+        )  # fmt: skip
+        model = trained(directory, name, config, jaxrl_lm.train_reward)
+        found["outcome model, " + title.format(len(data))] = f"reward_model:{model}"
+    return found
+
+
+def prm(directory: Path) -> None:
+    """The accuracy of what each scorer chooses of n completions, and how many right choices have a wrong step."""
+    files, output = careless_start(directory / "long"), directory / "search.json"
+    problems = {row["prompt"]: row for row in read(files["test"])}
+    curves, chosen, found, records = {}, [], {}, []
+    for name, scorer in scorers(directory, files).items():
+        process = scorer.startswith("prm:")
+        for credit in ("last", "min", "product", "mean") if process else ("last",):
             found = run_search(
                 SearchConfig(
-                    model=files["model"],
-                    dataset=files["test"],
-                    reward=(REWARD,),
-                    scorer=scorer,
-                    credit=credit,
-                    num_generations=16,
-                    prompts_per_step=32,
-                    max_completion_length=LENGTH,
-                    seed=2,
-                    output=str(output),
+                    model=files["model"], dataset=files["test"], reward=(REWARD,), scorer=scorer, credit=credit,
+                    num_generations=16, prompts_per_step=32, max_completion_length=LENGTH, seed=2, output=str(output),
                 )
-            )
-            ks, records = found["n"], json.loads(output.read_text())["records"]
-            title = f"{name}, {credit}" if scorer.startswith("prm:") else name
-            table.append((title, *(f"{x:.3f}" for x in found["best_of_n"])))
+            )  # fmt: skip
+            records = json.loads(output.read_text())["records"]
+            title = f"{name}, {credit}" if process else name
             curves[title] = found["best_of_n"]
-            problems = {row["prompt"]: row for row in read(files["test"])}
             best = [max(range(16), key=lambda n, r=record: r["scores"][n]) for record in records]
             picks = [(problems[r["prompt"]], r["completions"][n]) for r, n in zip(records, best, strict=True)]
             chosen.append((title, flawed_share(picks)))
     every = [(problems[record["prompt"]], text) for record in records for text in record["completions"]]
     curves |= {name: found[name] for name in ("majority", "pass@n")}
-    table += [(name, *(f"{x:.3f}" for x in curves[name])) for name in ("majority", "pass@n")]
+    ks = found["n"]
+    table = [(name, *(f"{x:.3f}" for x in curve)) for name, curve in curves.items()]
     show("Held-out accuracy of the chosen completion of n", ("scorer", *(f"n = {k}" for k in ks)), table)
     show(
         "Right answers with a wrong step",
@@ -160,6 +148,40 @@ def prm(directory: Path) -> None:
         axes.legend(fontsize=8)
 
     save_figure(str(directory / "prm.png"), draw, width=6)
+
+
+def mistakes(directory: Path, count: int = 20000) -> None:
+    """Whether a process model of this size tells forgotten carries, and miscounted columns, when every label is right."""
+    files, table = careless_start(directory / "long"), []
+    for name, chances in (
+        ("forgotten carries", {"drop": 0.5, "slip": 0.0}),
+        ("miscounted", {"drop": 0.0, "slip": 0.35}),
+    ):
+        rng, rows = random.Random(0), []
+        for problem in make_problems(count + 500, seed=5, digits=5, least_digits=5):
+            text = demonstration(problem, rng, **chances)
+            labels = list(itertools.accumulate(check(problem, text).steps, lambda before, right: before and right))
+            steps = text.split(SEPARATOR)[: len(labels)]
+            rows.append({"prompt": prompt(problem), "completions": steps, "labels": [float(one) for one in labels]})
+        data = {
+            split: write(directory / f"{split}_{name.split()[0]}.jsonl", part)
+            for split, part in (("train", rows[:count]), ("test", rows[count:]))
+        }
+        output = directory / f"tells_{name.split()[0]}"
+        config = jaxrl_lm.PRMConfig(
+            model=files["careful"], dataset=data["train"], eval_dataset={"test": data["test"]}, output_dir=str(output),
+            step_separator=SEPARATOR, rows_per_step=64, max_steps=300, learning_rate=1e-3, warmup_steps=20,
+            lr_scheduler="linear", eval_steps=300, eval_limit=500, save_steps=0, logging_steps=100,
+        )  # fmt: skip
+        if not (output / "checkpoints" / "300").exists():
+            jaxrl_lm.train_prm(config)
+        last = load_metrics(output / "metrics.jsonl")[-1]
+        wrong = [label == 0.0 for row in rows[count:] for label in row["labels"]]
+        values = (last["eval/test/accuracy"], max(np.mean(wrong), 1 - np.mean(wrong)), last["eval/test/loss"])
+        table.append((name, *(f"{value:.3f}" for value in values)))
+    show(
+        f"Process models of {count} right labelled rows", ("mistake", "accuracy", "by the larger class", "loss"), table
+    )
 
 
 # --- reinforcement learning -------------------------------------------------------------------------------------------
@@ -198,13 +220,7 @@ def rl(directory: Path, seeds: int = 5, accuracy: float = 0.3, steps: int = 60) 
         for seed in range(seeds):
             output = directory / f"rl_{'steps' if changes else 'outcome'}_{seed}"
             if not (output / "checkpoints" / str(steps)).exists():
-                length = {
-                    "max_steps": steps,
-                    "logging_steps": steps,
-                    "eval_limit": 128,
-                    "max_completion_length": LENGTH,
-                }
-                jaxrl_lm.train(jaxrl_lm.GRPOConfig(**options(files, output, seed, **length, **changes)))
+                jaxrl_lm.train(jaxrl_lm.GRPOConfig(**options(files, output, seed, max_steps=steps, **changes)))
             runs.append(load_metrics(output / "metrics.jsonl"))
         drawn = run_generate(
             jaxrl_lm.GenerateConfig(
@@ -269,4 +285,4 @@ def credit(directory: Path) -> None:
 
 
 if __name__ == "__main__":
-    {"prm": prm, "rl": rl, "credit": credit}[sys.argv[1]](Path(sys.argv[2]))
+    {"prm": prm, "mistakes": mistakes, "rl": rl, "credit": credit}[sys.argv[1]](Path(sys.argv[2]))

@@ -10,10 +10,10 @@ where everything can be counted, and the source of the laws: `overoptimisation.p
 
 import dataclasses
 import sys
-from collections.abc import Sequence
 from pathlib import Path
 from typing import NamedTuple
 
+import learn_preferences
 import numpy as np
 from _tables import save_figure, show
 from learn_preferences import comparisons, samples, write
@@ -23,7 +23,6 @@ import jaxrl_lm
 from jaxrl_lm.algos.selection import best_of_n_kl
 from jaxrl_lm.inference import run_export
 from jaxrl_lm.lab.small import LONG, careless_start, small_start
-from jaxrl_lm.lab.task import lab_answer, lab_steps
 from jaxrl_lm.prepare import build_plan
 from jaxrl_lm.report import load_metrics
 from jaxrl_lm.reward_model import RewardModel
@@ -35,15 +34,6 @@ SEEDS = {"one proxy": 3, "mean − std of 4": 1}  # of RL; one proxy is another 
 STEPS, WINDOW = 60, 5  # a point of a curve of RL is the mean over a window of steps
 BEST_OF = (1, 2, 3, 4, 6, 8, 12, 16, 24, 32, 48)
 REWARDS = {"one proxy": "/member_{}", "mean − std of 4": "?ensemble=pessimistic&k=1"}
-
-
-def gold(
-    *, prompts: list[str], completions: list[str], operands: list[Sequence[int]], answer: list[int]
-) -> list[float]:
-    """The share of right steps, and 2 for a right answer."""
-    steps = lab_steps(prompts=prompts, completions=completions, operands=operands)
-    right = lab_answer(prompts=prompts, completions=completions, answer=answer)
-    return [share + 2.0 * one for share, one in zip(steps, right, strict=True)]
 
 
 def proxies(directory: Path, files: dict[str, str], width: int) -> str:
@@ -70,7 +60,7 @@ def option(models: str, reward: str, seed: int) -> str:
 
 
 class Start(NamedTuple):
-    """Samples of the policy that all begin with, and what a proxy says of them."""
+    """Samples of the policy that all begin with, on test problems, and what a proxy says of them."""
 
     gold: np.ndarray  # [problems samples]
     scores: np.ndarray
@@ -83,10 +73,10 @@ class Start(NamedTuple):
 def starts(files: dict[str, str], found: dict[str, str]) -> dict[tuple[str, str, int], Start]:
     """By width, reward and seed, of 64 samples of each of 64 problems."""
     rows = samples(files["model"], files["test"], limit=64, count=64, length=LENGTH)
-    gold, plan = np.array([row["gold"] for row in rows]), build_plan({"fsdp": 1})
+    true, plan = np.array([row["gold"] for row in rows]), build_plan({"fsdp": 1})
     score = lambda scorer: np.array([scorer([row["prompt"]] * 64, row["completions"]) for row in rows])
     return {
-        (width, reward, seed): Start(gold, score(RewardModel(option(models, reward, seed), plan=plan)))
+        (width, reward, seed): Start(true, score(RewardModel(option(models, reward, seed), plan=plan)))
         for width, models in found.items()
         for reward in REWARDS
         for seed in range(SEEDS[reward])
@@ -105,10 +95,12 @@ def climbed(
     """d, gold and proxy of one GRPO run, window by window."""
     output = directory / f"climb_{width}_{'one' if reward == 'one proxy' else 'four'}_{seed}"
     if not (output / "checkpoints" / str(STEPS)).exists():
-        scorer = option(models, reward, seed)
+        proxy = option(models, reward, seed)
+        proxy += ("&" if "?" in proxy else "?") + "name=proxy"
+        watched = f"{learn_preferences.__file__}:gold"  # of weight 0
         config = jaxrl_lm.GRPOConfig(
             model=files["model"], dataset=files["train"], output_dir=str(output), seed=seed, preset="grpo",
-            reward=(scorer + ("&" if "?" in scorer else "?") + "name=proxy", f"{__file__}:gold"), reward_weights=(1.0, 0.0),
+            reward=(proxy, watched), reward_weights=(1.0, 0.0),
             beta=1e-9,  # in effect none: it has the KL to the start measured
             prompts_per_step=16, num_generations=8, max_completion_length=LENGTH, learning_rate=2e-5, max_steps=STEPS,
             eval_steps=0, save_steps=0, logging_steps=STEPS, probe_prompts=0, completions_steps=0,

@@ -275,23 +275,16 @@ def compile_steps(
             in_shardings=(decode_layout, Requests(split, split, split, split, split, policy_step=every), every),
             out_shardings=split,
         ),
-        score=jax.jit(
-            bind(score_rows, model=model, lora=lora, chunk=score_chunk, size=size),
-            static_argnums=5,
-            in_shardings=(policy, base, split, split, split),
-            out_shardings=split,
-        ),
-        values=jax.jit(
-            bind(value_rows, model=model, lora=lora, shared=critic == "shared", size=size),
-            static_argnums=4,
-            in_shardings=(layouts.params, base, split, split),
-            out_shardings=split,
-        ),
-        implicit=jax.jit(
-            bind(implicit_rows, model=model, beta=implicit_prm, chunk=score_chunk, size=size),
-            static_argnums=3,
-            in_shardings=(plan.tree(model.specs), plan.tree(model.specs), split),
-            out_shardings=split,
+        **_scoring(
+            model,
+            plan,
+            layouts.params,
+            base,
+            lora=lora,
+            chunk=score_chunk,
+            size=size,
+            shared=critic == "shared",
+            beta=implicit_prm,
         ),
         credit=jax.jit(bind(credit_rows, rule=credit, estimator=kl_estimator), out_shardings=split),
         minibatch=jax.jit(minibatch_rows, static_argnums=5, out_shardings=split),
@@ -303,6 +296,42 @@ def compile_steps(
         ),
         follow=jax.jit(follow, in_shardings=(policy, policy, every), out_shardings=policy, donate_argnums=0),
     )
+
+
+def _scoring(
+    model: Model,
+    plan: Plan,
+    params: dict[str, Any],
+    base: Any,
+    *,
+    lora: LoraConfig | None,
+    chunk: int,
+    size: int,
+    shared: bool,
+    beta: float | None,
+) -> dict[str, Callable[..., Any]]:
+    """What scores rows, by its name in `Steps`; `params` and `base` are layouts."""
+    bind, split = functools.partial, plan.rows
+    return {
+        "score": jax.jit(
+            bind(score_rows, model=model, lora=lora, chunk=chunk, size=size),
+            static_argnums=5,
+            in_shardings=(params["policy"], base, split, split, split),
+            out_shardings=split,
+        ),
+        "values": jax.jit(
+            bind(value_rows, model=model, lora=lora, shared=shared, size=size),
+            static_argnums=4,
+            in_shardings=(params, base, split, split),
+            out_shardings=split,
+        ),
+        "implicit": jax.jit(
+            bind(implicit_rows, model=model, beta=beta, chunk=chunk, size=size),
+            static_argnums=3,
+            in_shardings=(plan.tree(model.specs), plan.tree(model.specs), split),
+            out_shardings=split,
+        ),
+    }
 
 
 def compile_row_scores(model: Model, plan: Plan, *, members: int = 1) -> Callable[..., jax.Array]:

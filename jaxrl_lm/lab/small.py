@@ -40,7 +40,8 @@ def careless_start(directory: str | Path, *, slip: float = 0.02, drop: float = 0
     """As `small_start`, of one that can add five columns and is careless: chances `slip` a column and `drop` a carry.
 
     It has learned from right working first ("careful" is that model), then for 150 steps from careless working. The
-    defaults are for scorers: a missing carry is told from a needed one within few labels, a miscounted column is not.
+    defaults are for scorers: a model of this size learns from labels which carries are missing, and not which columns are
+    miscounted (`examples/learn_process.py mistakes`).
     """
     directory = Path(directory)
     careful = small_start(directory / "careful", LONG)["model"]
