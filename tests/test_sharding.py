@@ -31,24 +31,25 @@ from jaxrl_lm.types import Frozen, Requests, Scores
     ("sizes", "shape"),
     [
         ({}, None),
-        ({"data": 8}, (8, 1, 1)),
-        ({"fsdp": -1}, (1, 8, 1)),
-        ({"data": 2, "fsdp": 2, "tensor": 2}, (2, 2, 2)),
-        ({"tensor": 2, "fsdp": -1}, (1, 4, 2)),
-        ({"data": 1, "tensor": -1, "fsdp": 8}, (1, 8, 1)),
+        ({"data": 8}, (8, 1, 1, 1)),
+        ({"fsdp": -1}, (1, 8, 1, 1)),
+        ({"data": 2, "fsdp": 2, "tensor": 2}, (2, 2, 1, 2)),
+        ({"tensor": 2, "fsdp": -1}, (1, 4, 1, 2)),
+        ({"data": 1, "tensor": -1, "fsdp": 8}, (1, 8, 1, 1)),
+        ({"sequence": 4, "fsdp": -1}, (1, 2, 4, 1)),
     ],
 )
-def test_a_mesh_has_three_auto_axes_always(sizes, shape):
+def test_a_mesh_has_four_auto_axes_always(sizes, shape):
     mesh = make_mesh(sizes) if shape else make_mesh(sizes, devices=jax.devices()[:1])
-    assert mesh.axis_names == ("data", "fsdp", "tensor")
-    assert tuple(mesh.shape.values()) == (shape or (1, 1, 1))
-    assert mesh.axis_types == (AxisType.Auto,) * 3
+    assert mesh.axis_names == ("data", "fsdp", "sequence", "tensor")
+    assert tuple(mesh.shape.values()) == (shape or (1, 1, 1, 1))
+    assert mesh.axis_types == (AxisType.Auto,) * 4
 
 
 @pytest.mark.parametrize(
     ("sizes", "message"),
     [
-        ({"model": 8}, "mesh: unknown axis 'model'; the axes are data, fsdp, tensor"),
+        ({"model": 8}, "mesh: unknown axis 'model'; the axes are data, fsdp, sequence, tensor"),
         ({"data": 4}, "does not multiply to the 8 devices"),
         ({"data": 3, "fsdp": -1}, "does not multiply to the 8 devices"),
         ({"data": 16, "fsdp": -1}, "does not multiply to the 8 devices"),
