@@ -5,8 +5,9 @@
 
 import dataclasses
 import hashlib
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
+from types import MappingProxyType
 from typing import Any, NamedTuple
 
 import jax
@@ -33,7 +34,7 @@ from jaxrl_lm.checks import (
     resolve_algorithm,
     updates_per_step,
 )
-from jaxrl_lm.config import GRPOConfig, PromptOptions, SamplingConfig
+from jaxrl_lm.config import GRPOConfig, MachineOptions, PromptOptions, SamplingConfig
 from jaxrl_lm.data import default_buckets, read_rows
 from jaxrl_lm.distill import DistillObjective
 from jaxrl_lm.encode import EncodedPrompts, encode_prompts
@@ -45,7 +46,7 @@ from jaxrl_lm.options import from_dict
 from jaxrl_lm.reward_model import open_reward_models
 from jaxrl_lm.rewards import RewardFunction, resolve_all, resolve_steps
 from jaxrl_lm.rollout import Sampler
-from jaxrl_lm.sharding import Plan, make_mesh
+from jaxrl_lm.sharding import Plan, make_mesh, parse_rules, resolve_rules
 from jaxrl_lm.steps import Steps, compile_steps
 from jaxrl_lm.stops import stop_table
 from jaxrl_lm.types import Params
@@ -121,8 +122,27 @@ def vocabulary_notes(model: Model, tokenizer: Any) -> list[str]:
     )
 
 
-def build_plan(mesh: dict[str, int]) -> Plan:
-    return Plan(make_mesh(mesh))
+def build_plan(
+    mesh: dict[str, int],
+    *,
+    preset: str | None = None,
+    rules: Mapping[str, str] = MappingProxyType({}),
+    decode_rules: Mapping[str, str] = MappingProxyType({}),
+) -> Plan:
+    """The mesh with its rules. Raises ValueError, naming the option, for what does not fit."""
+    built = make_mesh(mesh)
+    decode = parse_rules(decode_rules, built, "decode_sharding_rules")
+    return Plan(built, tuple(resolve_rules(built, preset, rules).items()), decode_rules=tuple(decode.items()))
+
+
+def plan_of(config: MachineOptions) -> Plan:
+    """The plan of a config."""
+    return build_plan(
+        config.mesh,
+        preset=config.sharding_preset,
+        rules=config.sharding_rules,
+        decode_rules=config.decode_sharding_rules,
+    )
 
 
 def make_sampling(config: Any, tokenizer, generation: dict[str, Any]) -> SamplingConfig:
@@ -329,7 +349,7 @@ def prepare(
     """Everything of a run before its first step. Raises ValueError, naming option, file or row, for what does not fit."""
     # Values that Python code gave get the same check as those of files and command lines.
     config = from_dict(type(config), dataclasses.asdict(config), where="config")
-    plan, lora = build_plan(config.mesh), lora_of(config)
+    plan, lora = plan_of(config), lora_of(config)
     check(config, plan.batch_ways)
     check_mix(config, plan.batch_ways, microbatches_of(config))
     check_teacher(config)

@@ -109,7 +109,7 @@ def test_generation_has_its_own_table(plan):
 @pytest.mark.parametrize(
     ("axes", "shape", "message"),
     [
-        (("embed", "width"), (4, 4), "a.kernel: unknown logical axis 'width'; known are batch, embed"),
+        (("embed", "width"), (4, 4), "a.kernel: unknown logical axis 'width'; known are batch, columns, embed"),
         (("embed", "embed"), (4, 4), "a.kernel: mesh axis 'fsdp' is used twice"),
         (("batch", "vocab"), (8, 8), "a.kernel: mesh axis 'fsdp' is used twice"),
         (("mlp",), (7,), r"a.kernel: dimension 'mlp' of size 7 is not divisible by 2 \(tensor\)"),
