@@ -152,7 +152,12 @@ def test_a_large_matrix_that_would_stand_whole_everywhere_is_refused_unless_aske
 # --- compiled steps on 8 devices ----------------------------------------------------------------------------------------
 
 ROWS, PROMPT, NEW, UPDATES = 8, 5, 4, 3
-MESHES = [{"data": 8}, {"data": 2, "fsdp": 2, "tensor": 2}, {"fsdp": 4, "tensor": 2}]
+MESHES = [
+    {"data": 8},
+    {"data": 2, "fsdp": 2, "tensor": 2},
+    {"fsdp": 4, "tensor": 2},
+    {"fsdp": 2, "sequence": 2, "tensor": 2},
+]
 RNG = np.random.default_rng(0)
 TOKENS = RNG.integers(10, 48, (ROWS, PROMPT)).astype(np.int32)
 SEGMENTS = (np.arange(PROMPT) >= PROMPT - np.array([5, 1, 3, 4, 2, 5, 4, 1])[:, None]).astype(np.int32)
@@ -301,7 +306,7 @@ def test_the_state_comes_and_goes_in_the_named_layouts(sharded):
     assert jax.tree.all(jax.tree.map(lambda a, b: a == b, sharded.init_shardings, sharded.layouts))
     decode = plan.for_decode().tree(decode_specs(sharded.model.config))
     assert jax.tree.all(jax.tree.map(lambda a, b: a == b, sharded.decode_shardings, decode))
-    shards = math.prod(plan.mesh.shape[axis] for axis in ("fsdp", "tensor"))
+    shards = math.prod(plan.mesh.shape[axis] for axis in ("fsdp", "sequence", "tensor"))
     kernel = state.params["policy"]["layers"]["mlp"]["gate_proj"]["kernel"]
     assert kernel.addressable_shards[0].data.size == kernel.size // shards
 

@@ -176,6 +176,9 @@ class Table(nnx.Module):
     def __init__(self, config: ModelConfig):
         self.table = declare((config.vocab_size, config.hidden_size), ("vocab", "vocab_embed"))
 
+    def __call__(self, tokens: Int[Array, "N T"]) -> Float[Array, "N T d"]:
+        return self.table[...][tokens]
+
 
 class Ends(nnx.Module):
     """What stands before and after the layers."""
@@ -184,9 +187,6 @@ class Ends(nnx.Module):
         self.embed = Table(config)
         self.final_norm = RMSNorm(config.hidden_size, config.rms_norm_eps)
         self.lm_head = None if config.tie_embeddings else Table(config)
-
-    def embed_tokens(self, tokens: Int[Array, "N T"]) -> Float[Array, "N T d"]:
-        return self.embed.table[...][tokens]
 
     def unembed(self, hidden: Float[Array, "... d"]) -> Float[Array, "... V"]:
         table = (self.embed if self.lm_head is None else self.lm_head).table[...]

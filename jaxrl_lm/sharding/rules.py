@@ -129,21 +129,33 @@ class Plan:
         """The plan of the weights that generation reads, and of its rows. Weights are whole on the devices of data, fsdp
         and sequence, which is asked for here."""
         changed = {axis: DECODE_RULES[axis] for axis in DECODE_RULES if DECODE_RULES[axis] != RULES[axis]}
-        rules = {**dict(self.rules), **changed, **dict(self.decode_rules)}
-        return dataclasses.replace(self, rules=tuple(rules.items()), allow_replicated=True)
+        return dataclasses.replace(self._with(**changed | dict(self.decode_rules)), allow_replicated=True)
 
     def for_prompts(self) -> "Plan":
         """The plan of a prefill: rows are prompts."""
-        return dataclasses.replace(self, rules=tuple({**dict(self.rules), "batch": self.axes("prompts")}.items()))
+        return self._with(batch=self.axes("prompts"))
 
     def for_logits(self) -> "Plan":
         """The plan of logits and of the states that they are made of: the vocabulary has its mesh axes for itself.
 
         Rows and columns are gathered over these axes, a chunk at a time; the table never is.
         """
-        taken = set(self.axes("vocab"))
-        left = {axis: tuple(name for name in self.axes(axis) if name not in taken) for axis in ("batch", "columns")}
-        return dataclasses.replace(self, rules=tuple({**dict(self.rules), **left}.items()))
+        taken = self.axes("vocab")
+        return self._with(batch=_without(self.axes("batch"), taken), columns=_without(self.axes("columns"), taken))
+
+    def for_lookup(self) -> tuple["Plan", ...]:
+        """The plans that a look-up in the table goes through: mesh axes that the table shares with rows and columns lie on
+        its width first, then rows take theirs back, then columns. So neither the table nor its rows stand whole anywhere.
+        """
+        vocab, batch, columns = self.axes("vocab"), self.axes("batch"), self.axes("columns")
+        moved = tuple(name for name in vocab if name in (*batch, *columns))
+        width = (*self.axes("vocab_embed"), *moved)
+        rest = {"vocab": _without(vocab, moved), "columns": _without(columns, width)}
+        first = self._with(**rest, vocab_embed=width, batch=_without(batch, width))
+        return first, self._with(**rest, vocab_embed=_without(width, batch)), self._with(vocab_embed=None)
+
+    def _with(self, **rules: MeshAxes) -> "Plan":
+        return dataclasses.replace(self, rules=tuple({**dict(self.rules), **rules}.items()))
 
     @property
     def rows(self) -> NamedSharding:
@@ -163,6 +175,10 @@ class Plan:
     def constrain(self, x: jax.Array, axes: tuple[str | None, ...]) -> jax.Array:
         """x, with its layout fixed inside a compiled step."""
         return jax.lax.with_sharding_constraint(x, self.sharding(axes, x.shape, f"activation {axes}"))
+
+
+def _without(names: tuple[str, ...], taken: tuple[str, ...]) -> tuple[str, ...]:
+    return tuple(name for name in names if name not in taken)
 
 
 def resolve_rules(mesh: Mesh, preset: str | None, overrides: Mapping[str, str]) -> dict[str, MeshAxes]:
