@@ -329,7 +329,14 @@ def start_notes(config: GRPOConfig, model: Model, tokenizer, data: Data, trained
     """What a run says before its first step."""
     size = lambda tree: f"{sum(leaf.size for leaf in jax.tree.leaves(tree)) / 1e6:.1f} M parameters"
     below = f" on {size(base)}" if base is not None else ""
+    spread = plan.for_decode().batch_ways
+    apart = (
+        [f"columns over {plan.ways('columns')} devices in training and scoring; generation has rows over all {spread}"]
+        if plan.ways("columns") > 1
+        else []
+    )
     return [
+        *apart,
         *drop_notes({"dataset": data.prompts, **data.eval_sets}, config.max_prompt_length),
         *vocabulary_notes(model, tokenizer),
         f"{len(data.buckets)} declared prompt bucket(s) {list(data.buckets)} + {config.max_completion_length} new tokens: "
