@@ -16,7 +16,7 @@ from flax import nnx
 from jaxtyping import Array, Bool, Float, Int, Shaped
 
 from jaxrl_lm.models.config import LoraConfig, ModelConfig
-from jaxrl_lm.models.layers import Block, Ends, Linear, ParamSpec, Table, fold, rope_frequencies
+from jaxrl_lm.models.layers import Block, Ends, Linear, ParamSpec, fold, rope_frequencies
 from jaxrl_lm.sharding import Plan
 from jaxrl_lm.types import Params
 
@@ -147,13 +147,12 @@ class Model:
         """Keys or values of all columns, on each of the devices that columns are split over."""
         return x if self.plan is None or self.plan.ways("columns") == 1 else self.constrain_kv(x)
 
-    def _look_up(self, table: Table, tokens: Int[Array, "N T"]) -> Float[Array, "N T D"]:
+    def _look_up(self, table: Float[Array, "V D"], tokens: Int[Array, "N T"]) -> Float[Array, "N T D"]:
         """Rows of the table, by way of the layouts of `Plan.for_lookup`."""
         if self.plan is None:
-            return table(tokens)
+            return table[tokens]
         first, *rest = self.plan.for_lookup()
-        table.table[...] = first.constrain(table.table[...], ("vocab", "vocab_embed"))
-        x = table(first.constrain(tokens, ("batch", "columns")))
+        x = first.constrain(table, ("vocab", "vocab_embed"))[first.constrain(tokens, ("batch", "columns"))]
         for plan in (first, *rest):
             x = plan.constrain(x, ("batch", "columns", "vocab_embed"))
         return x
@@ -191,7 +190,7 @@ class Model:
         dtype = jnp.dtype(self.config.dtype)
         cast = lambda tree: jax.tree.map(lambda leaf: leaf.astype(dtype), tree)
         ends = _merge(self.config, Ends, cast({name: leaf for name, leaf in params.items() if name != "layers"}))
-        x = self._look_up(ends.embed, tokens)
+        x = self._look_up(ends.embed.table[...], tokens)
         k_positions, k_segments, index = positions, segment_ids, None
         positions, segment_ids = self._constrain(positions), self._constrain(segment_ids)
         angles = positions[:, :, None].astype(jnp.float32) * rope_frequencies(self.config).astype("float32")[None, None]

@@ -176,9 +176,6 @@ class Table(nnx.Module):
     def __init__(self, config: ModelConfig):
         self.table = declare((config.vocab_size, config.hidden_size), ("vocab", "vocab_embed"))
 
-    def __call__(self, tokens: Int[Array, "N T"]) -> Float[Array, "N T d"]:
-        return self.table[...][tokens]
-
 
 class Ends(nnx.Module):
     """What stands before and after the layers."""
