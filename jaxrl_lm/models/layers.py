@@ -12,7 +12,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 from flax import nnx
-from jaxtyping import Array, Bool, Float, Int
+from jaxtyping import Array, Bool, Float
 
 from jaxrl_lm.models.config import LinearRope, Llama3Rope, ModelConfig
 from jaxrl_lm.types import Params
