@@ -22,7 +22,7 @@ _FIRST, _SECOND, _END = (RNG.integers(*of, (ROWS, 1)) for of in ((0, 5), (6, 15)
 _AT = np.broadcast_to(np.arange(COLUMNS), TOKENS.shape)
 SEGMENTS = ((_FIRST <= _AT) * (1 + (_SECOND <= _AT)) * (_END > _AT)).astype(np.int32)
 WEIGHTS = RNG.normal(size=(2, ROWS, COLUMNS)).astype(np.float32)
-HEAD = {"table": RNG.normal(size=(1, 32)).astype(np.float32), "bias": np.zeros(1, np.float32)}
+HEAD = {"kernel": RNG.normal(size=(32, 1)).astype(np.float32)}
 
 
 def facts(config, mesh, start):
