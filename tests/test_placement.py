@@ -18,7 +18,7 @@ from jaxrl_lm.credit import CreditRule
 from jaxrl_lm.models import build, decode_specs
 from jaxrl_lm.objectives import PolicyObjective
 from jaxrl_lm.optim import make_optimizer
-from jaxrl_lm.score import by_columns, score, token_scores
+from jaxrl_lm.score import by_columns, token_scores
 from jaxrl_lm.sharding import Plan, make_mesh
 from jaxrl_lm.steps import compile_steps
 from jaxrl_lm.types import Frozen, Requests, Scores
@@ -231,13 +231,10 @@ def test_a_constraint_is_in_the_program(plan, config):
     assert logits.output_shardings.spec == P(None, None, ("tensor", "fsdp", "sequence"))
 
 
-def test_without_its_constraints_the_table_would_be_gathered(plan, config, monkeypatch):
-    """That the checks above can fail."""
+def test_a_constraint_that_does_nothing_is_noticed(plan, config, monkeypatch):
+    """That the layouts above come from constraints: without them XLA leaves the same program on one device's layout."""
     model = build(config, plan=plan)
-    layouts = plan.tree(model.specs)
-    shaped = lambda spec, layout: jax.ShapeDtypeStruct(spec.shape, jnp.float32, sharding=layout)
-    params = jax.tree.map(shaped, model.specs, layouts, is_leaf=lambda leaf: hasattr(leaf, "axes"))
-    ids = jax.ShapeDtypeStruct((ROWS, 16), jnp.int32, sharding=plan.rows)
+    params = jax.eval_shape(model.init, jax.random.key(0))
     monkeypatch.setattr(Plan, "constrain", lambda self, x, axes: x)
-    program = jax.jit(lambda *given: score(*given, model=model, chunk=32)).lower(params, ids, ids).compile()
-    assert vocabulary_gathers(program.as_text())
+    logits = jax.jit(model.unembed).lower(params, jax.ShapeDtypeStruct((ROWS, 4, 32), jnp.float32)).compile()
+    assert jax.tree.all(jax.tree.map(lambda layout: layout.is_fully_replicated, logits.output_shardings))

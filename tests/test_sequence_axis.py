@@ -133,5 +133,6 @@ def test_the_largest_temporary_falls_with_the_axis(tiny_config):
     temporary = {ways: program.memory_analysis().temp_size_in_bytes for ways, program in programs.items()}
     assert sizes[1] >= 2 * 4 * 512 * 512 * 4  # rows, heads, columns, columns, bytes
     assert [sizes[2], sizes[8]] == [sizes[1] // 2, sizes[1] // 8]
-    assert temporary[2] < 0.6 * temporary[1]
-    assert temporary[8] < 0.2 * temporary[1]
+    # The keys and values of all columns, and their gradients, stay.
+    assert temporary[2] < 0.7 * temporary[1]
+    assert temporary[8] < 0.4 * temporary[1]
