@@ -5,9 +5,8 @@
 
 import dataclasses
 import hashlib
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
-from types import MappingProxyType
 from typing import Any, NamedTuple
 
 import jax
@@ -46,7 +45,7 @@ from jaxrl_lm.options import from_dict
 from jaxrl_lm.reward_model import open_reward_models
 from jaxrl_lm.rewards import RewardFunction, resolve_all, resolve_steps
 from jaxrl_lm.rollout import Sampler
-from jaxrl_lm.sharding import Plan, make_mesh, parse_rules, resolve_rules
+from jaxrl_lm.sharding import Plan, build_plan
 from jaxrl_lm.steps import Steps, compile_steps
 from jaxrl_lm.stops import stop_table
 from jaxrl_lm.types import Params
@@ -122,27 +121,10 @@ def vocabulary_notes(model: Model, tokenizer: Any) -> list[str]:
     )
 
 
-def build_plan(
-    mesh: dict[str, int],
-    *,
-    preset: str | None = None,
-    rules: Mapping[str, str] = MappingProxyType({}),
-    decode_rules: Mapping[str, str] = MappingProxyType({}),
-) -> Plan:
-    """The mesh with its rules. Raises ValueError, naming the option, for what does not fit."""
-    built = make_mesh(mesh)
-    decode = parse_rules(decode_rules, built, "decode_sharding_rules")
-    return Plan(built, tuple(resolve_rules(built, preset, rules).items()), decode_rules=tuple(decode.items()))
-
-
 def plan_of(config: MachineOptions) -> Plan:
     """The plan of a config."""
-    return build_plan(
-        config.mesh,
-        preset=config.sharding_preset,
-        rules=config.sharding_rules,
-        decode_rules=config.decode_sharding_rules,
-    )
+    rules = {"rules": config.sharding_rules, "decode_rules": config.decode_sharding_rules}
+    return build_plan(config.mesh, preset=config.sharding_preset, **rules)
 
 
 def make_sampling(config: Any, tokenizer, generation: dict[str, Any]) -> SamplingConfig:
@@ -329,14 +311,8 @@ def start_notes(config: GRPOConfig, model: Model, tokenizer, data: Data, trained
     """What a run says before its first step."""
     size = lambda tree: f"{sum(leaf.size for leaf in jax.tree.leaves(tree)) / 1e6:.1f} M parameters"
     below = f" on {size(base)}" if base is not None else ""
-    spread = plan.for_decode().batch_ways
-    apart = (
-        [f"columns over {plan.ways('columns')} devices in training and scoring; generation has rows over all {spread}"]
-        if plan.ways("columns") > 1
-        else []
-    )
     return [
-        *apart,
+        *plan.notes,
         *drop_notes({"dataset": data.prompts, **data.eval_sets}, config.max_prompt_length),
         *vocabulary_notes(model, tokenizer),
         f"{len(data.buckets)} declared prompt bucket(s) {list(data.buckets)} + {config.max_completion_length} new tokens: "

@@ -172,6 +172,13 @@ class Plan:
         """Over how many devices rows are split."""
         return self.ways("batch")
 
+    @property
+    def notes(self) -> list[str]:
+        """What a run says of it at its start."""
+        ways, every = self.ways("columns"), self.for_decode().batch_ways
+        split = f"columns over {ways} devices in training and scoring; generation has its rows over {every}"
+        return [split] if ways > 1 else []
+
     def constrain(self, x: jax.Array, axes: tuple[str | None, ...]) -> jax.Array:
         """x, with its layout fixed inside a compiled step."""
         return jax.lax.with_sharding_constraint(x, self.sharding(axes, x.shape, f"activation {axes}"))
@@ -179,43 +186,3 @@ class Plan:
 
 def _without(names: tuple[str, ...], taken: tuple[str, ...]) -> tuple[str, ...]:
     return tuple(name for name in names if name not in taken)
-
-
-def resolve_rules(mesh: Mesh, preset: str | None, overrides: Mapping[str, str]) -> dict[str, MeshAxes]:
-    """The table of a preset (None: `RULES`) with single rules replaced; `parse_rules` says how these are written.
-
-    Raises ValueError for an unknown preset, and for a mesh axis above 1 that nothing would be split over.
-    """
-    if preset is not None and preset not in PRESETS:
-        raise ValueError(f"sharding_preset={preset!r} is unknown: use {', '.join(PRESETS)}, or leave it out")
-    rules = {**RULES, **PRESETS.get(preset, {}), **parse_rules(overrides, mesh, "sharding_rules")}
-    used = {name for axis in rules.values() for name in ((axis,) if isinstance(axis, str) else axis or ())}
-    idle = [name for name, size in mesh.shape.items() if size > 1 and name not in used]
-    if idle:
-        raise ValueError(
-            f"mesh: {idle[0]}={mesh.shape[idle[0]]}, and sharding_preset={preset!r} splits nothing over {idle[0]}: take "
-            "the axis out of the mesh, or another preset"
-        )
-    return rules
-
-
-def parse_rules(given: Mapping[str, str], mesh: Mesh, option: str) -> dict[str, MeshAxes]:
-    """Rules as a config has them, {"embed": "fsdp", "vocab": "tensor+fsdp", "mlp": "none"}, as the table has them.
-
-    Raises ValueError, naming the option, for an unknown logical axis or mesh axis and for a mesh axis named twice.
-    """
-    rules: dict[str, MeshAxes] = {}
-    for axis, text in given.items():
-        if axis not in RULES:
-            raise ValueError(f"{option}: unknown logical axis {axis!r}; known are {', '.join(sorted(RULES))}")
-        names = () if text == "none" else tuple(text.split("+"))
-        unknown = [name for name in names if name not in mesh.shape]
-        if unknown:
-            raise ValueError(
-                f"{option}.{axis}={text!r}: unknown mesh axis {unknown[0]!r}; use {', '.join(mesh.shape)}, several with "
-                "a + between them, or none"
-            )
-        if len(set(names)) < len(names):
-            raise ValueError(f"{option}.{axis}={text!r}: a mesh axis is named twice")
-        rules[axis] = names or None
-    return rules
