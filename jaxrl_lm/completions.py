@@ -19,7 +19,7 @@ from jaxrl_lm.encode import EncodedPrompts
 from jaxrl_lm.evaluate import reward_table
 from jaxrl_lm.inference import Loaded, load_any, make_inference, say, with_run_options
 from jaxrl_lm.models import eos_token_ids
-from jaxrl_lm.prepare import build_plan, drop_notes, encode_with
+from jaxrl_lm.prepare import drop_notes, encode_with, plan_of
 from jaxrl_lm.reward_model import open_reward_models
 from jaxrl_lm.rewards import RewardFunction, columns_of, combine, compute_rewards, resolve_all
 from jaxrl_lm.rollout import EVAL, Sampled, Sampler
@@ -143,7 +143,7 @@ class Completer:
 def open_tool(config: Options) -> tuple[Options, Plan, tuple[RewardFunction, ...], list[Row]]:
     """The config with the options of its run, the mesh, the verifier and the rows: everything before the model."""
     config = with_options_of_run(config)
-    plan = build_plan(config.mesh)
+    plan = plan_of(config)
     functions = open_verifier(config, plan)
     return config, plan, functions, read_dataset(config, functions)
 

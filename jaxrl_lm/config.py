@@ -50,7 +50,13 @@ class MachineOptions:
     """What the run computes on."""
 
     mesh: dict[str, int] = dataclasses.field(default_factory=lambda: {"fsdp": -1})
-    """Mesh axes (data, fsdp, tensor) and their sizes; one may be -1."""
+    """Mesh axes (data, fsdp, sequence, tensor) and their sizes; one may be -1."""
+    sharding_preset: Literal["fsdp", "fsdp+tensor", "tensor", "sequence"] | None = None
+    """What weights and activations are split over; None: each axis of the mesh for what it is for."""
+    sharding_rules: dict[str, str] = dataclasses.field(default_factory=dict)
+    """Single rules instead, such as embed = "fsdp", vocab = "tensor+fsdp" or mlp = "none"."""
+    decode_sharding_rules: dict[str, str] = dataclasses.field(default_factory=dict)
+    """The same of generation, whose weights are split over tensor alone."""
     dtype: Literal["float32", "bfloat16", "float16"] | None = None
     """Of the computation; None: bfloat16 on accelerators, float32 on CPU."""
 

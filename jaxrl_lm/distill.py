@@ -99,7 +99,7 @@ def token_divergence(
         logits, target = model.unembed(params, before), teacher_model.unembed(teacher_params, teacher)
         return divergence(logits, target, direction=direction, temperature=temperature, beta=beta)
 
-    return place_columns(by_columns(one, before, teacher, chunk=chunk), real, start)
+    return place_columns(by_columns(one, before, teacher, chunk=chunk, plan=model.plan), real, start)
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)

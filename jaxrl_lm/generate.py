@@ -40,7 +40,8 @@ def _prefill(params: Params, requests: Requests, model: Model, new: int) -> tupl
     """The last hidden state of each row and a cache with room for `new` more columns; a prompt is computed once."""
     rows, (prompts, columns) = requests.keys.shape[0], requests.tokens.shape
     places = positions(requests.segment_ids)
-    hidden, cache = model.hidden(params, requests.tokens, places, requests.segment_ids, return_cache=True)
+    given = (requests.tokens, places, requests.segment_ids)
+    hidden, cache = model.for_prompts().hidden(params, *given, return_cache=True)
     spread = lambda x: jnp.repeat(x, rows // prompts, axis=0)
     room = lambda x, axis: jnp.pad(spread(x), [(0, new if a == axis else 0) for a in range(x.ndim)])
     layers = tuple(tuple(model.constrain_kv(room(x, 2)) for x in kv) for kv in cache.layers)

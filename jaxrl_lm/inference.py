@@ -29,7 +29,7 @@ from jaxrl_lm.fit_config import DPOConfig, PRMConfig, RewardConfig, SFTConfig
 from jaxrl_lm.models import LoraConfig, Model, merge, save, save_adapter
 from jaxrl_lm.optim import optimizer_of
 from jaxrl_lm.options import from_dict
-from jaxrl_lm.prepare import build_plan, drop_notes, encode_with, make_sampler, make_sampling
+from jaxrl_lm.prepare import build_plan, drop_notes, encode_with, make_sampler, make_sampling, plan_of
 from jaxrl_lm.reward_fit import reward_state, save_reward
 from jaxrl_lm.reward_model import open_reward_models
 from jaxrl_lm.rewards import resolve_all
@@ -189,7 +189,7 @@ def run_generate(config: GenerateConfig) -> list[dict[str, Any]]:
     config = with_run_options(config)
     if bool(config.prompt) == bool(config.dataset):
         raise ValueError("generate: give either prompt or dataset")
-    plan = build_plan(config.mesh)
+    plan = plan_of(config)
     loaded = load_any(config.model, plan, dtype=config.dtype)
     if config.dataset:
         rows = read_rows(config.dataset, name="dataset")[: config.limit]
@@ -225,7 +225,7 @@ def run_eval(config: EvalConfig) -> dict[str, float]:
         raise ValueError("eval_dataset: no set is given (--eval_dataset.NAME SOURCE)")
     if not config.eval_reward_functions:
         raise ValueError("eval_reward_functions: no reward function is given")
-    plan = build_plan(config.mesh)
+    plan = plan_of(config)
     functions = resolve_all(*open_reward_models(config.eval_reward_functions, plan=plan, dtype=config.dtype))
     loaded = load_any(config.model, plan, dtype=config.dtype)
     sets = {

@@ -48,6 +48,9 @@ RESUMABLE = frozenset(
         "microbatch_completions",
         "microbatch_rows",
         "mesh",
+        "sharding_preset",
+        "sharding_rules",
+        "decode_sharding_rules",
         "remat",
         "score_chunk",
     }

@@ -33,7 +33,7 @@ from jaxrl_lm.checks import (
     resolve_algorithm,
     updates_per_step,
 )
-from jaxrl_lm.config import GRPOConfig, PromptOptions, SamplingConfig
+from jaxrl_lm.config import GRPOConfig, MachineOptions, PromptOptions, SamplingConfig
 from jaxrl_lm.data import default_buckets, read_rows
 from jaxrl_lm.distill import DistillObjective
 from jaxrl_lm.encode import EncodedPrompts, encode_prompts
@@ -45,7 +45,7 @@ from jaxrl_lm.options import from_dict
 from jaxrl_lm.reward_model import open_reward_models
 from jaxrl_lm.rewards import RewardFunction, resolve_all, resolve_steps
 from jaxrl_lm.rollout import Sampler
-from jaxrl_lm.sharding import Plan, make_mesh
+from jaxrl_lm.sharding import Plan, build_plan
 from jaxrl_lm.steps import Steps, compile_steps
 from jaxrl_lm.stops import stop_table
 from jaxrl_lm.types import Params
@@ -121,8 +121,10 @@ def vocabulary_notes(model: Model, tokenizer: Any) -> list[str]:
     )
 
 
-def build_plan(mesh: dict[str, int]) -> Plan:
-    return Plan(make_mesh(mesh))
+def plan_of(config: MachineOptions) -> Plan:
+    """The plan of a config."""
+    rules = {"rules": config.sharding_rules, "decode_rules": config.decode_sharding_rules}
+    return build_plan(config.mesh, preset=config.sharding_preset, **rules)
 
 
 def make_sampling(config: Any, tokenizer, generation: dict[str, Any]) -> SamplingConfig:
@@ -310,6 +312,7 @@ def start_notes(config: GRPOConfig, model: Model, tokenizer, data: Data, trained
     size = lambda tree: f"{sum(leaf.size for leaf in jax.tree.leaves(tree)) / 1e6:.1f} M parameters"
     below = f" on {size(base)}" if base is not None else ""
     return [
+        *plan.notes,
         *drop_notes({"dataset": data.prompts, **data.eval_sets}, config.max_prompt_length),
         *vocabulary_notes(model, tokenizer),
         f"{len(data.buckets)} declared prompt bucket(s) {list(data.buckets)} + {config.max_completion_length} new tokens: "
@@ -329,7 +332,7 @@ def prepare(
     """Everything of a run before its first step. Raises ValueError, naming option, file or row, for what does not fit."""
     # Values that Python code gave get the same check as those of files and command lines.
     config = from_dict(type(config), dataclasses.asdict(config), where="config")
-    plan, lora = build_plan(config.mesh), lora_of(config)
+    plan, lora = plan_of(config), lora_of(config)
     check(config, plan.batch_ways)
     check_mix(config, plan.batch_ways, microbatches_of(config))
     check_teacher(config)

@@ -1,7 +1,8 @@
 """Log-probs, entropy and values of given tokens. The ONLY shift by one in the package stands here.
 
 The logits of a whole batch never exist: the vocabulary head runs over chunks of columns, and the backward pass computes
-each chunk again.
+each chunk again. On a mesh each device has its own part of the vocabulary: of a chunk's logits only the sums over its part
+leave it, and neither logits nor the head's matrix are gathered.
 """
 
 from collections.abc import Callable
@@ -12,6 +13,7 @@ import jax.numpy as jnp
 from jaxtyping import Array, Bool, Float, Int32, Shaped
 
 from jaxrl_lm.models import Model, heads, positions
+from jaxrl_lm.sharding import Plan
 from jaxrl_lm.types import Params, Scores
 
 
@@ -19,7 +21,9 @@ def token_scores(logits: Float[Array, "N t V"], targets: Int32[Array, "N t"], te
     """log softmax(logits / temperature) at the targets, and the entropy in nats; float32. Temperature 0 counts as 1."""
     logits = logits / jnp.where(temperature > 0, temperature, 1.0)[:, None, None]
     log_total = jax.nn.logsumexp(logits, axis=-1, keepdims=True)
-    chosen = jnp.take_along_axis(logits, targets[..., None], axis=-1)
+    # Selected, not indexed: so a device that holds a part of the vocabulary needs no logits of the others.
+    own = jnp.arange(logits.shape[-1], dtype=targets.dtype)[None, None] == targets[..., None]
+    chosen = jnp.sum(jnp.where(own, logits, 0.0), axis=-1, keepdims=True)
     logprobs = logits - log_total
     entropy = -jnp.sum(jnp.exp(logprobs) * jnp.maximum(logprobs, jnp.finfo(logprobs.dtype).min), axis=-1)
     return Scores((chosen - log_total)[..., 0], entropy)
@@ -102,26 +106,38 @@ def _scores(params, before, targets, real, model: Model, temperature, chunk: int
     """Scores of the targets from the hidden states before them, a chunk of columns at a time."""
     temperature = jnp.broadcast_to(jnp.asarray(temperature, jnp.float32), (targets.shape[0],))
     one = lambda before, targets: token_scores(model.unembed(params, before), targets, temperature)
-    return Scores(*(place_columns(x, real, start) for x in by_columns(one, before, targets, chunk=chunk)))
+    parts = by_columns(one, before, targets, chunk=chunk, plan=model.plan)
+    return Scores(*(place_columns(x, real, start) for x in parts))
 
 
-def by_columns(function: Callable[..., Any], *arrays: Shaped[Array, "N t ..."], chunk: int) -> Any:
+def by_columns(
+    function: Callable[..., Any], *arrays: Shaped[Array, "N t ..."], chunk: int, plan: Plan | None = None
+) -> Any:
     """function(*arrays), of arrays [N t …] to a tree of [N t], on about `chunk` tokens at a time.
 
-    The backward pass computes each chunk again, so that what is large within one never exists for all columns.
+    The backward pass computes each chunk again, so that what is large within one never exists for all columns. Where the
+    plan splits columns over devices, each has an equal part of every chunk.
     """
     rows, columns = arrays[0].shape[:2]
-    width = min(columns, max(1, chunk // rows))
-    count = -(-columns // width)
-    split = lambda x: (
-        jnp.pad(x, ((0, 0), (0, count * width - columns), *((0, 0),) * (x.ndim - 2)))
-        .reshape(rows, count, width, *x.shape[2:])
-        .swapaxes(0, 1)
-    )
+    ways = 1 if plan is None else plan.ways("columns")
+    own = -(-columns // ways)  # columns of a device
+    width = min(own, max(1, chunk // rows // ways))
+    count = -(-own // width)
+
+    def split(x):
+        x = jnp.pad(x, ((0, 0), (0, ways * count * width - columns), *((0, 0),) * (x.ndim - 2)))
+        if ways > 1:
+            x = plan.constrain(x, ("batch", "columns", *(None,) * (x.ndim - 2)))
+        x = jnp.moveaxis(x.reshape(rows, ways, count, width, *x.shape[2:]), 2, 0)
+        return x.reshape(count, rows, ways * width, *x.shape[4:])
+
+    def join(x):
+        x = jnp.moveaxis(x.reshape(count, rows, ways, width), 0, 2)
+        return x.reshape(rows, ways * count * width)[:, :columns]
 
     @jax.checkpoint
     def one(_, part):
         return None, function(*part)
 
     _, out = jax.lax.scan(one, None, tuple(map(split, arrays)))
-    return jax.tree.map(lambda x: x.swapaxes(0, 1).reshape(rows, count * width)[:, :columns], out)
+    return jax.tree.map(join, out)

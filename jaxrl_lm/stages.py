@@ -9,7 +9,7 @@ from jaxrl_lm.fit_config import DPOConfig, PRMConfig, RewardConfig, SFTConfig, i
 from jaxrl_lm.inference import run_eval, run_export, run_generate
 from jaxrl_lm.loop import train
 from jaxrl_lm.mix import check_mix, check_teacher
-from jaxrl_lm.prepare import build_plan, microbatches_of
+from jaxrl_lm.prepare import microbatches_of, plan_of
 from jaxrl_lm.recipe_file import Command
 from jaxrl_lm.reward_fit import train_prm, train_reward
 from jaxrl_lm.sft import train_sft
@@ -23,7 +23,7 @@ def _exported(config: Any, directory: Path) -> str:
 
 def _check_policy(config: GRPOConfig) -> None:
     """The options that a policy-gradient run checks before it loads anything."""
-    ways = build_plan(config.mesh).batch_ways
+    ways = plan_of(config).batch_ways
     checks.check(config, ways)
     check_mix(config, ways, microbatches_of(config))
     check_teacher(config)
@@ -32,7 +32,7 @@ def _check_policy(config: GRPOConfig) -> None:
 
 
 def _check_fit(config: Any) -> None:
-    fit_prepare.check(config, build_plan(config.mesh))
+    fit_prepare.check(config, plan_of(config))
 
 
 def _check_dpo(config: DPOConfig) -> None:

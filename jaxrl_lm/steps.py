@@ -243,6 +243,11 @@ def compile_steps(
     """
     if rows % plan.batch_ways:
         raise ValueError(f"{rows} rows do not divide over the {plan.batch_ways} devices of the mesh's batch axes")
+    if sampling is not None and rows % plan.for_decode().batch_ways:
+        raise ValueError(
+            f"{rows} rows do not divide over the {plan.for_decode().batch_ways} devices that generation splits them over: "
+            "it has no use for columns, and rows take the mesh's axis sequence too"
+        )
     size = score_rows_at_once or rows
     if rows % size:
         raise ValueError(f"score_rows_at_once={score_rows_at_once} does not divide {rows} rows")
@@ -271,7 +276,7 @@ def compile_steps(
         ),
         row_keys=jax.jit(bind(row_keys, rows=rows), out_shardings=split),
         generate=jax.jit(
-            bind(generate, model=model, sampling=sampling),
+            bind(generate, model=model.for_decode(), sampling=sampling),
             in_shardings=(decode_layout, Requests(split, split, split, split, split, policy_step=every), every),
             out_shardings=split,
         ),

@@ -109,7 +109,7 @@ STEPS = {"step_reward": "jaxrl_lm.lab.task:lab_step_rewards"}
         ({"microbatch_completions": 2}, "microbatch_completions=2 is not divisible by the 4 devices"),
         ({"prompts_per_step": 6, "minibatch_completions": 8}, "prompts_per_step=6 is not divisible by the 4 devices"),
         ({"mesh": {"fsdp": 3}}, "mesh={'fsdp': 3} does not multiply to the 8 devices"),
-        ({"mesh": {"fdsp": 8}}, "mesh: unknown axis 'fdsp'; the axes are data, fsdp, tensor"),
+        ({"mesh": {"fdsp": 8}}, "mesh: unknown axis 'fdsp'; the axes are data, fsdp, sequence, tensor"),
         ({"mesh": {"tensor": 8}}, "mesh: tensor=8 does not divide the model's num_heads=2"),
         ({"preset": "gpro"}, "preset='gpro' is unknown: use reinforce, reinforce_pp, rloo, "),
         ({"loss_type": "dpo"}, "loss_type='dpo' is unknown: use dapo, bnpo, grpo, dr_grpo"),

@@ -31,24 +31,25 @@ from jaxrl_lm.types import Frozen, Requests, Scores
     ("sizes", "shape"),
     [
         ({}, None),
-        ({"data": 8}, (8, 1, 1)),
-        ({"fsdp": -1}, (1, 8, 1)),
-        ({"data": 2, "fsdp": 2, "tensor": 2}, (2, 2, 2)),
-        ({"tensor": 2, "fsdp": -1}, (1, 4, 2)),
-        ({"data": 1, "tensor": -1, "fsdp": 8}, (1, 8, 1)),
+        ({"data": 8}, (8, 1, 1, 1)),
+        ({"fsdp": -1}, (1, 8, 1, 1)),
+        ({"data": 2, "fsdp": 2, "tensor": 2}, (2, 2, 1, 2)),
+        ({"tensor": 2, "fsdp": -1}, (1, 4, 1, 2)),
+        ({"data": 1, "tensor": -1, "fsdp": 8}, (1, 8, 1, 1)),
+        ({"sequence": 4, "fsdp": -1}, (1, 2, 4, 1)),
     ],
 )
-def test_a_mesh_has_three_auto_axes_always(sizes, shape):
+def test_a_mesh_has_four_auto_axes_always(sizes, shape):
     mesh = make_mesh(sizes) if shape else make_mesh(sizes, devices=jax.devices()[:1])
-    assert mesh.axis_names == ("data", "fsdp", "tensor")
-    assert tuple(mesh.shape.values()) == (shape or (1, 1, 1))
-    assert mesh.axis_types == (AxisType.Auto,) * 3
+    assert mesh.axis_names == ("data", "fsdp", "sequence", "tensor")
+    assert tuple(mesh.shape.values()) == (shape or (1, 1, 1, 1))
+    assert mesh.axis_types == (AxisType.Auto,) * 4
 
 
 @pytest.mark.parametrize(
     ("sizes", "message"),
     [
-        ({"model": 8}, "mesh: unknown axis 'model'; the axes are data, fsdp, tensor"),
+        ({"model": 8}, "mesh: unknown axis 'model'; the axes are data, fsdp, sequence, tensor"),
         ({"data": 4}, "does not multiply to the 8 devices"),
         ({"data": 3, "fsdp": -1}, "does not multiply to the 8 devices"),
         ({"data": 16, "fsdp": -1}, "does not multiply to the 8 devices"),
@@ -108,7 +109,7 @@ def test_generation_has_its_own_table(plan):
 @pytest.mark.parametrize(
     ("axes", "shape", "message"),
     [
-        (("embed", "width"), (4, 4), "a.kernel: unknown logical axis 'width'; known are batch, embed"),
+        (("embed", "width"), (4, 4), "a.kernel: unknown logical axis 'width'; known are batch, columns, embed"),
         (("embed", "embed"), (4, 4), "a.kernel: mesh axis 'fsdp' is used twice"),
         (("batch", "vocab"), (8, 8), "a.kernel: mesh axis 'fsdp' is used twice"),
         (("mlp",), (7,), r"a.kernel: dimension 'mlp' of size 7 is not divisible by 2 \(tensor\)"),
@@ -151,7 +152,12 @@ def test_a_large_matrix_that_would_stand_whole_everywhere_is_refused_unless_aske
 # --- compiled steps on 8 devices ----------------------------------------------------------------------------------------
 
 ROWS, PROMPT, NEW, UPDATES = 8, 5, 4, 3
-MESHES = [{"data": 8}, {"data": 2, "fsdp": 2, "tensor": 2}, {"fsdp": 4, "tensor": 2}]
+MESHES = [
+    {"data": 8},
+    {"data": 2, "fsdp": 2, "tensor": 2},
+    {"fsdp": 4, "tensor": 2},
+    {"fsdp": 2, "sequence": 2, "tensor": 2},
+]
 RNG = np.random.default_rng(0)
 TOKENS = RNG.integers(10, 48, (ROWS, PROMPT)).astype(np.int32)
 SEGMENTS = (np.arange(PROMPT) >= PROMPT - np.array([5, 1, 3, 4, 2, 5, 4, 1])[:, None]).astype(np.int32)
@@ -300,7 +306,7 @@ def test_the_state_comes_and_goes_in_the_named_layouts(sharded):
     assert jax.tree.all(jax.tree.map(lambda a, b: a == b, sharded.init_shardings, sharded.layouts))
     decode = plan.for_decode().tree(decode_specs(sharded.model.config))
     assert jax.tree.all(jax.tree.map(lambda a, b: a == b, sharded.decode_shardings, decode))
-    shards = math.prod(plan.mesh.shape[axis] for axis in ("fsdp", "tensor"))
+    shards = math.prod(plan.mesh.shape[axis] for axis in ("fsdp", "sequence", "tensor"))
     kernel = state.params["policy"]["layers"]["mlp"]["gate_proj"]["kernel"]
     assert kernel.addressable_shards[0].data.size == kernel.size // shards
 

@@ -143,8 +143,30 @@ class Model:
         """Keys or values laid out on the mesh, heads as their projections."""
         return x if self.plan is None else self.plan.constrain(x, ("batch", "kv_heads", None, None))
 
-    def _constrain(self, x: Float[Array, "N T D"]) -> Float[Array, "N T D"]:
-        return x if self.plan is None else self.plan.constrain(x, ("batch", None, None))
+    def _gather_kv(self, x: Float[Array, "N c S K"]) -> Float[Array, "N c S K"]:
+        """Keys or values of all columns, on each of the devices that columns are split over."""
+        return x if self.plan is None or self.plan.ways("columns") == 1 else self.constrain_kv(x)
+
+    def _look_up(self, table: Float[Array, "V D"], tokens: Int[Array, "N T"]) -> Float[Array, "N T D"]:
+        """Rows of the table, by way of the layouts of `Plan.for_lookup`."""
+        if self.plan is None:
+            return table[tokens]
+        first, *rest = self.plan.for_lookup()
+        x = first.constrain(table, ("vocab", "vocab_embed"))[first.constrain(tokens, ("batch", "columns"))]
+        for plan in (first, *rest):
+            x = plan.constrain(x, ("batch", "columns", "vocab_embed"))
+        return x
+
+    def for_decode(self) -> "Model":
+        """The same model laid out as generation is."""
+        return self if self.plan is None else dataclasses.replace(self, plan=self.plan.for_decode())
+
+    def for_prompts(self) -> "Model":
+        """The same model laid out as a prefill is."""
+        return self if self.plan is None else dataclasses.replace(self, plan=self.plan.for_prompts())
+
+    def _constrain(self, x: Shaped[Array, "N T ..."]) -> Shaped[Array, "N T ..."]:
+        return x if self.plan is None else self.plan.constrain(x, ("batch", "columns", *(None,) * (x.ndim - 2)))
 
     def hidden(
         self,
@@ -159,30 +181,34 @@ class Model:
 
         Without a cache the tokens see each other only, and `return_cache` gives a cache of their own T columns.
         With one, they are written at its index and see what stands before. Params and activations are cast to the
-        config's dtype.
+        config's dtype. Where the plan splits columns, each device has its own and gathers the keys and values of all.
         """
+        columns = tokens.shape[1]
+        if cache is None and not return_cache and self.plan is not None:
+            room = ((0, 0), (0, -columns % self.plan.ways("columns")))
+            tokens, positions, segment_ids = (jnp.pad(x, room) for x in (tokens, positions, segment_ids))
         dtype = jnp.dtype(self.config.dtype)
         cast = lambda tree: jax.tree.map(lambda leaf: leaf.astype(dtype), tree)
         ends = _merge(self.config, Ends, cast({name: leaf for name, leaf in params.items() if name != "layers"}))
-        x = self._constrain(ends.embed_tokens(tokens))
+        x = self._look_up(ends.embed.table[...], tokens)
+        k_positions, k_segments, index = positions, segment_ids, None
+        positions, segment_ids = self._constrain(positions), self._constrain(segment_ids)
         angles = positions[:, :, None].astype(jnp.float32) * rope_frequencies(self.config).astype("float32")[None, None]
-        if cache is None:
-            k_positions, k_segments, index = positions, segment_ids, None
-        else:
+        if cache is not None:
             index = cache.index
             write = lambda old, new: jax.lax.dynamic_update_slice_in_dim(old, new, index, axis=1)
             k_positions, k_segments = write(cache.positions, positions), write(cache.segment_ids, segment_ids)
         mask = visible(positions, segment_ids, k_positions, k_segments, self.config.sliding_window)
 
         def layer(x, weights, kv=None):
-            x, kv = _merge(self.config, Block, cast(weights))(x, angles, mask, kv, index)
+            x, kv = _merge(self.config, Block, cast(weights))(x, angles, mask, kv, index, self._gather_kv)
             return self._constrain(x), kv if cache is not None or return_cache else None
 
         x, layers = self._run_layers(_remat(layer, self.config.remat), x, params["layers"], cache)
         if cache is not None or return_cache:
             filled = jnp.asarray(tokens.shape[1], jnp.int32) if cache is None else index + tokens.shape[1]
             cache = Cache(layers, k_positions, k_segments, filled)
-        return ends.final_norm(x), cache
+        return ends.final_norm(x)[:, :columns], cache
 
     def _run_layers(self, layer, x, weights, cache):
         if isinstance(weights, tuple):
@@ -196,9 +222,13 @@ class Model:
         return jax.lax.scan(layer, x, weights)
 
     def unembed(self, params: Params, hidden: Float[Array, "*n D"]) -> Float[Array, "*n V"]:
-        """Float32 logits of hidden states."""
+        """Float32 logits of hidden states, each device with its own part of the vocabulary."""
         tables = {name: leaf for name, leaf in params.items() if name != "layers"}
-        return _merge(self.config, Ends, jax.tree.map(lambda leaf: leaf.astype(hidden.dtype), tables)).unembed(hidden)
+        ends = _merge(self.config, Ends, jax.tree.map(lambda leaf: leaf.astype(hidden.dtype), tables))
+        if self.plan is None or hidden.ndim not in (2, 3):
+            return ends.unembed(hidden)
+        plan, axes = self.plan.for_logits(), ("batch", "columns")[: hidden.ndim - 1]
+        return plan.constrain(ends.unembed(plan.constrain(hidden, (*axes, None))), (*axes, "vocab"))
 
 
 def _remat(layer, policy: str):
@@ -214,8 +244,8 @@ def build(config: ModelConfig, *, plan: Plan | None = None) -> Model:
     Raises ValueError where the mesh would split inside of a head.
     """
     if plan is not None:
-        ways = plan.mesh.shape["tensor"]
-        for name in ("num_heads", "num_kv_heads"):
-            if getattr(config, name) % ways:
-                raise ValueError(f"mesh: tensor={ways} does not divide the model's {name}={getattr(config, name)}")
+        for name, axis in (("num_heads", "heads"), ("num_kv_heads", "kv_heads")):
+            if getattr(config, name) % plan.ways(axis):
+                sizes = "×".join(f"{one}={plan.mesh.shape[one]}" for one in plan.axes(axis))
+                raise ValueError(f"mesh: {sizes} does not divide the model's {name}={getattr(config, name)}")
     return Model(config, plan)

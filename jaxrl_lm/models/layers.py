@@ -12,7 +12,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 from flax import nnx
-from jaxtyping import Array, Bool, Float, Int
+from jaxtyping import Array, Bool, Float
 
 from jaxrl_lm.models.config import LinearRope, Llama3Rope, ModelConfig
 from jaxrl_lm.types import Params
@@ -125,14 +125,17 @@ class Attention(nnx.Module):
         self.k_norm = RMSNorm(config.head_dim, config.rms_norm_eps) if config.qk_norm else None
         self.head_dim = config.head_dim
 
-    def __call__(self, x, angles, mask, cache, index):
-        """Output and this layer's keys and values [N c S k]: the call's own, or the cache with them written at index."""
+    def __call__(self, x, angles, mask, cache, index, gather):
+        """Output and this layer's keys and values [N c S k]: the call's own, or the cache with them written at index.
+
+        `gather` gets the call's own keys, and values, of all columns.
+        """
         split = lambda y: y.reshape(*y.shape[:2], -1, self.head_dim)
         q, k, v = split(self.q_proj(x)), split(self.k_proj(x)), split(self.v_proj(x))
         if self.q_norm is not None:
             q, k = self.q_norm(q), self.k_norm(k)
         q, k = rotate(q, angles), rotate(k, angles)
-        k, v = k.swapaxes(1, 2), v.swapaxes(1, 2)
+        k, v = gather(k.swapaxes(1, 2)), gather(v.swapaxes(1, 2))
         if cache is not None:
             write = lambda old, new: jax.lax.dynamic_update_slice_in_dim(old, new.astype(old.dtype), index, axis=2)
             k, v = write(cache[0], k), write(cache[1], v)
@@ -161,8 +164,8 @@ class Block(nnx.Module):
         self.post_norm = RMSNorm(config.hidden_size, config.rms_norm_eps)
         self.mlp = MLP(config)
 
-    def __call__(self, x, angles, mask, cache=None, index=None):
-        attended, kv = self.attn(self.input_norm(x), angles, mask, cache, index)
+    def __call__(self, x, angles, mask, cache, index, gather):
+        attended, kv = self.attn(self.input_norm(x), angles, mask, cache, index, gather)
         x = x + attended
         return x + self.mlp(self.post_norm(x)), kv
 
@@ -181,9 +184,6 @@ class Ends(nnx.Module):
         self.embed = Table(config)
         self.final_norm = RMSNorm(config.hidden_size, config.rms_norm_eps)
         self.lm_head = None if config.tie_embeddings else Table(config)
-
-    def embed_tokens(self, tokens: Int[Array, "N T"]) -> Float[Array, "N T d"]:
-        return self.embed.table[...][tokens]
 
     def unembed(self, hidden: Float[Array, "... d"]) -> Float[Array, "... V"]:
         table = (self.embed if self.lm_head is None else self.lm_head).table[...]
