@@ -19,6 +19,7 @@ from jaxrl_lm import metrics as metric
 from jaxrl_lm.assemble import copy_params
 from jaxrl_lm.checkpoint import Checkpoints, rewind
 from jaxrl_lm.clock import Clock
+from jaxrl_lm.distributed import place
 from jaxrl_lm.fit_config import FitOptions
 from jaxrl_lm.fit_steps import FitSteps
 from jaxrl_lm.models import Model
@@ -158,7 +159,7 @@ def _start(setup: Fit, checkpoints: Checkpoints) -> tuple[TrainState, Frozen, in
     if latest is None:
         if setup.reference_is_start:
             frozen = frozen._replace(reference=copy_params(setup.params["policy"]))
-        key = jax.device_put(jax.random.key(config.seed), setup.steps.plan.replicated)
+        key = place(jax.random.key(config.seed), setup.steps.plan.replicated)
         state, done, tokens, notes = setup.steps.init(setup.params, key), 0, 0, []
     else:
         saved = checkpoints.restore_host()
@@ -224,7 +225,7 @@ def updates(setup: Fit) -> Iterator[tuple[int, TrainState, dict[str, float]]]:
     if setup.reference_is_start:
         frozen = frozen._replace(reference=copy_params(setup.params["policy"]))
     frozen = setup.prepare_frozen(frozen)
-    key = jax.device_put(jax.random.key(setup.config.seed), setup.steps.plan.replicated)
+    key = place(jax.random.key(setup.config.seed), setup.steps.plan.replicated)
     state, tokens = setup.steps.init(setup.params, key), 0
     setup.directory.mkdir(parents=True, exist_ok=True)
     for step in range(1, setup.total_steps + 1):
