@@ -92,22 +92,22 @@ def _train(config: GRPOConfig) -> None:
 
 def sft(argv: Sequence[str]) -> None:
     """Train on demonstrations: prompt-completion, messages or text"""
-    _fitted(train_sft(_read(SFTConfig, argv, sft, several=False)))
+    _fitted(train_sft(_read(SFTConfig, argv, sft)))
 
 
 def dpo(argv: Sequence[str]) -> None:
     """Train on preferences: pairs, judged completions, or pairs of own samples"""
-    _fitted(train_dpo(_read(DPOConfig, argv, dpo, several=False)))
+    _fitted(train_dpo(_read(DPOConfig, argv, dpo)))
 
 
 def reward(argv: Sequence[str]) -> None:
     """Train a reward model on comparisons or outcomes"""
-    _fitted(train_reward(_read(RewardConfig, argv, reward, several=False)))
+    _fitted(train_reward(_read(RewardConfig, argv, reward)))
 
 
 def prm(argv: Sequence[str]) -> None:
     """Train a process reward model on labels of steps"""
-    _fitted(train_prm(_read(PRMConfig, argv, prm, several=False)))
+    _fitted(train_prm(_read(PRMConfig, argv, prm)))
 
 
 def _fitted(run: FitRun) -> None:

@@ -32,7 +32,7 @@ from jaxrl_lm.prepare import Setup, prepare
 from jaxrl_lm.report import Reporter
 from jaxrl_lm.rewards import RewardError
 from jaxrl_lm.rollout import EVAL
-from jaxrl_lm.runs import check_command, check_same_run, on_signal, open_directory
+from jaxrl_lm.runs import came, check_command, check_same_run, on_signal, open_directory
 from jaxrl_lm.types import Frozen, TrainState
 from jaxrl_lm.update import Objective
 
@@ -130,15 +130,10 @@ def run(setup: Setup) -> Run:
         if spent is not None:
             report.message(f"step {step}: {spent}; the run ends here")
         elif step < setup.total_steps:
-            report.message(f"{_came(stop)}: saved step {step}; the same command goes on from there")
+            report.message(f"{came(stop)}: saved step {step}; the same command goes on from there")
     interrupted = signalled and step < setup.total_steps and spent is None
-    stopped = _came(stop) if interrupted else spent
+    stopped = came(stop) if interrupted else spent
     return Run(setup.directory, setup.model, setup.tokenizer, state, step, history, stopped, interrupted)
-
-
-def _came(stop: list[str]) -> str:
-    """The signal's name."""
-    return stop[0] if stop else "a signal to another process"
 
 
 def _save(setup: Setup, checkpoints: Checkpoints, step: int, state: TrainState, host: dict[str, Any], values) -> None:

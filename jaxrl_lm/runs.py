@@ -43,6 +43,11 @@ def on_signal(number: signal.Signals) -> Iterator[list[str]]:
             before(number, None)
 
 
+def came(stop: list[str]) -> str:
+    """The name of the signal that ends a run."""
+    return stop[0] if stop else "a signal to another process"
+
+
 def check_same_run(saved: Mapping[str, Any], config: Any, *, directory: Path, fingerprint: str) -> list[str]:
     """What to say of options that changed since a checkpoint. Raises ValueError where it is one of another run."""
     earlier = from_dict(type(config), tomllib.loads(saved["config"]), where="checkpoint")
