@@ -285,7 +285,9 @@ def win_rates(
 ) -> tuple[Float64[np.ndarray, "P n"], Bool[np.ndarray, "P n"]]:
     """The mean of P(i ≻ j) over the other samples j of the prompt, from `judge(prompts, completions, others, **columns)`.
 
-    Of several processes each judges its share of the prompts. Source: SPO (Swamy et al., 2024). Raises RewardError for another number of answers than pairs, or one outside [0, 1].
+    Of several processes each judges its share of the prompts. Source: SPO (Swamy et al., 2024).
+
+    Raises RewardError for another number of answers than pairs, or one outside [0, 1].
     """
     if inspect.iscoroutinefunction(judge):
         raise RewardError(f"judge {name}: an async judge is not supported; return a list")

@@ -134,7 +134,8 @@ def test_each_process_judges_its_own_rows_and_one_of_them_writes(pair):
     directory, ended = pair
     for one in ended:
         assert [line for line in one.errors.splitlines() if line.startswith("judged")] == ["judged 8", "judged 8"]
-    assert "step 2/2" in ended[0].output and f"{directory}: step 2" in ended[0].output
+    assert "step 2/2" in ended[0].output
+    assert f"{directory}: step 2" in ended[0].output
     assert "step" not in ended[1].output
     assert [row["step"] for row in metrics(directory)] == [1, 2]
     saved = tomllib.loads(
@@ -158,22 +159,24 @@ def test_a_killed_process_ends_the_other_and_leaves_the_checkpoint(killed):
         assert checkpoints.latest() == 3
 
 
-@pytest.mark.parametrize("devices", [1, 2, 8])
-def test_a_run_of_two_processes_goes_on_in_one_with_any_number_of_devices(killed, devices, on_devices, tmp_path):
-    directory, _ = killed
-    shutil.copytree(directory, tmp_path / "run")
-    mesh = {1: {}, 2: {"fsdp": 2}, 8: {"data": 2, "fsdp": 2, "tensor": 2}}[devices]
-    run, printed = on_devices(devices, tmp_path / "run", mesh=mesh, max_steps=4)
-    assert "resumed from step 3" in printed
-    assert {len(leaf.sharding.device_set) for leaf in jax.tree.leaves(run.state.params)} == {devices}
-    assert [row["step"] for row in metrics(tmp_path / "run")] == [1, 2, 3, 4]
-    reference = directory.parent / "step_4.json"  # of the first of these runs; the others sample and learn the same
-    found = [metrics(tmp_path / "run")[-1], [row["completion"] for row in table(tmp_path / "run", 4)]]
-    if not reference.exists():
-        reference.write_text(json.dumps(found))
-    expected = json.loads(reference.read_text())
-    assert found[1] == expected[1]
-    assert_close([found[0]], [expected[0]])
+MESHES = {1: {}, 2: {"fsdp": 2}, 8: {"data": 2, "fsdp": 2, "tensor": 2}}
+
+
+def test_a_run_of_two_processes_goes_on_in_one_with_1_2_and_8_devices(killed, on_devices, tmp_path):
+    steps, completions = {}, {}
+    for devices, mesh in MESHES.items():
+        directory = tmp_path / str(devices)
+        shutil.copytree(killed[0], directory)
+        run, printed = on_devices(devices, directory, mesh=mesh, max_steps=4)
+        assert "resumed from step 3" in printed
+        assert {len(leaf.sharding.device_set) for leaf in jax.tree.leaves(run.state)} == {devices}
+        assert [row["step"] for row in metrics(directory)] == [1, 2, 3, 4]
+        assert metrics(directory)[:3] == metrics(killed[0])[:3]
+        steps[devices] = metrics(directory)[3:]
+        completions[devices] = [row["completion"] for row in table(directory, 4)]
+    for devices in (2, 8):
+        assert completions[devices] == completions[1], devices
+        assert_close(steps[devices], steps[1])
 
 
 def test_processes_share_arrays_words_and_errors_and_end_together(files, tmp_path):
@@ -209,9 +212,9 @@ def test_a_coordinator_that_is_not_there_is_named_within_the_timeout(alone, opti
     address = f"127.0.0.1:{run_processes.free_port()}"
     command = write_config(tmp_path / "run.toml", options(tmp_path / "run"))
     began = time.monotonic()
+    command += ["--coordinator_address", address, "--num_processes", "2", "--process_id", "1", "--start_timeout", "1"]
     with pytest.raises(SystemExit) as end:
-        given = ["--coordinator_address", address, "--num_processes", "2", "--process_id", "1", "--start_timeout", "1"]
-        cli.main(command + given)
+        cli.main(command)
     assert end.value.code == 2
     assert 0.9 < time.monotonic() - began < 30
     message = capsys.readouterr().err
@@ -257,7 +260,7 @@ def test_a_cluster_is_found_by_options_and_by_the_environment(alone):
 
 
 @pytest.mark.parametrize(
-    "given, message",
+    ("given", "message"),
     [
         (("host:1", None, None), "num_processes, process_id: not given, and not found"),
         ((None, 2, 0), "coordinator_address: not given"),
@@ -271,13 +274,13 @@ def test_incomplete_settings_are_refused(alone, given, message):
 
 def test_a_pod_of_an_indexed_job_does_not_run_alone_in_silence(alone):
     alone.setenv("JOB_COMPLETION_INDEX", "1")
-    with pytest.raises(ValueError, match="package kubernetes.*num_processes=1 runs alone"):
+    with pytest.raises(ValueError, match=r"package kubernetes.*num_processes=1 runs alone"):
         find(None, None, None)
     assert find(None, 1, None) is None
 
 
 @pytest.mark.parametrize(
-    "cluster, message",
+    ("cluster", "message"),
     [
         (("host", 2, 0), "coordinator_address='host': give host:port"),
         ((":80", 2, 0), "give host:port"),
@@ -309,11 +312,14 @@ def test_a_command_of_one_process_refuses_several(files, capsys):
 
 
 def test_alone_everything_is_the_plain_thing(tmp_path):
-    assert not distributed.several() and distributed.writes()
+    assert not distributed.several()
+    assert distributed.writes()
     assert launch.start(num_processes=1) == 1
     assert distributed.share(5) == range(5)
-    assert distributed.gather_objects({"a": 1}) == [{"a": 1}] and distributed.agree(object) is object
-    assert distributed.any_of(True) and not distributed.any_of(False)
+    assert distributed.gather_objects({"a": 1}) == [{"a": 1}]
+    assert distributed.agree(object) is object
+    assert distributed.any_of(True)
+    assert not distributed.any_of(False)
     with pytest.raises(KeyError):  # an error is the function's own, whatever its kind
         distributed.spread(2, lambda rows: {}[0])
     with pytest.raises(OSError, match="full"):
