@@ -65,7 +65,7 @@ ONLY = {
     "report": set(),
     "rewards": {"rewards", "data"},
     "encode": {"data"},
-    "checkpoint": {"types"},
+    "checkpoint": {"distributed", "types"},
 }
 
 COMPILING = ("jit", "pjit", "pmap", "filter_jit")  # jax.jit, nnx.jit, eqx.filter_jit, …

@@ -107,7 +107,7 @@ def killed(pair, options, cache, tmp_path_factory):
     base = tmp_path_factory.mktemp("killed")
     shutil.copytree(pair[0], base / "run")
     command = write_config(base / "run.toml", options(base / "run", max_steps=6))
-    command += ["--heartbeat_timeout", "5"]
+    command += ["--heartbeat_timeout", "10"]
     ended = run_processes.together(command, processes=2, devices=2, cache=cache, kill=(1, 2), timeout=TIMEOUT)
     return base / "run", ended
 
