@@ -27,7 +27,7 @@ def reward_table(functions: Sequence[RewardFunction], sampled: Sampled, group_si
     """Rewards [count F]; NaN where a function abstains. Of several processes each judges its share of the groups."""
 
     def judged(groups: range) -> list[list[float]]:
-        mine = range(groups.start * group_size, groups.stop * group_size)
+        mine = range(groups.start * group_size, min(groups.stop * group_size, sampled.count))
         values = compute_rewards(
             functions,
             prompts=sampled.prompts,
@@ -39,7 +39,7 @@ def reward_table(functions: Sequence[RewardFunction], sampled: Sampled, group_si
         )
         return values[mine.start : mine.stop].tolist()
 
-    values = spread(sampled.count // group_size, judged, raises=RewardError)
+    values = spread(-(-sampled.count // group_size), judged, raises=RewardError)
     return np.array(values, np.float64).reshape(sampled.count, len(functions))
 
 

@@ -44,10 +44,11 @@ def score_steps(
             columns=columns_of(sampled.rows),
             group_ids=[row // group_size for row in range(sampled.count)],
             chances=chances,
-            mine=range(groups.start * group_size, groups.stop * group_size),
+            mine=range(groups.start * group_size, min(groups.stop * group_size, sampled.count)),
         )
 
-    return place_steps(spread(sampled.count // group_size, judged, raises=RewardError), sampled, tokenizer)
+    steps = spread(-(-sampled.count // group_size), judged, raises=RewardError)
+    return place_steps(steps, sampled, tokenizer)
 
 
 def place_steps(steps: Sequence[RowSteps], sampled: Sampled, tokenizer: Any) -> StepRewards:
