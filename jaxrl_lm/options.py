@@ -48,6 +48,11 @@ RESUMABLE = frozenset(
         "microbatch_completions",
         "microbatch_rows",
         "mesh",
+        "coordinator_address",
+        "num_processes",
+        "process_id",
+        "start_timeout",
+        "heartbeat_timeout",
         "remat",
         "score_chunk",
     }

@@ -15,6 +15,7 @@ import jax
 import numpy as np
 
 from jaxrl_lm.checkpoint import rewind
+from jaxrl_lm.config import DistributedOptions
 from jaxrl_lm.distributed import check_same, check_shared, first_only, gather, several
 from jaxrl_lm.options import check_resume, from_dict, to_toml
 
@@ -116,7 +117,16 @@ def open_directory(directory: Path, config: Any, *, command: str | None, step: i
 
 
 def check_processes(config: Any) -> None:
-    """Raises ValueError, naming the option or the version, where the processes of a run do not agree."""
+    """Raises ValueError, naming the option or the version, where the processes of a run do not agree, and where options
+    ask for processes that have not been started.
+    """
+    own = {field.name for field in dataclasses.fields(DistributedOptions)}
+    asked, there = config.num_processes, jax.process_count()
+    if asked not in (None, there) or (asked is None and config.coordinator_address is not None and there == 1):
+        raise ValueError(
+            f"num_processes={asked}, coordinator_address={config.coordinator_address!r}: the run has {there} process(es): "
+            "the command line starts several; in Python call jaxrl_lm.launch.start before anything touches a device"
+        )
     if not several():
         return
     package, digest = Path(__file__).parent, hashlib.blake2b(digest_size=16)
@@ -124,4 +134,5 @@ def check_processes(config: Any) -> None:
         digest.update(path.relative_to(package).as_posix().encode() + path.read_bytes())
     versions = {"jax": jax.__version__, "numpy": np.__version__, "jaxrl_lm's files": digest.hexdigest()}
     check_same(versions, what="versions")
-    check_same({name: repr(value) for name, value in dataclasses.asdict(config).items()}, what="config")
+    options = {name: repr(value) for name, value in dataclasses.asdict(config).items() if name not in own}
+    check_same(options, what="config")

@@ -301,6 +301,12 @@ def test_times_must_be_positive(name):
         launch.start(**{name: 0})
 
 
+def test_options_of_processes_that_nobody_started_are_refused(options, tmp_path):
+    for given in ({"num_processes": 2}, {"coordinator_address": "host:1"}):
+        with pytest.raises(ValueError, match=r"the run has 1 process.*jaxrl_lm\.launch\.start"):
+            prepare.prepare(GRPOConfig(**options(tmp_path / "run", **given)))
+
+
 def test_a_command_of_one_process_refuses_several(files, capsys):
     command = ["generate", "--model", files[0], "--prompt", "1+1=", "--num_processes", "2"]
     with pytest.raises(SystemExit):
