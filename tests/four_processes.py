@@ -42,7 +42,7 @@ def main():
             sys.exit("\n".join(one.errors for one in ended))
     (metrics, tokens), (others, other_tokens) = (read(base / name) for name in runs)
     worst = max(
-        (abs(a[name] - b[name]) / max(abs(a[name]), 1e-8), a["step"], name)
+        (abs(a[name] - b[name]) / (abs(a[name]) + 0.1), a["step"], name)  # 1e-6 where a metric is a rounding error
         for a, b in zip(metrics, others, strict=True)
         for name in a
         if a[name] is not None
