@@ -17,6 +17,7 @@ from jaxrl_lm.checks import old_logprobs_of, updates_per_step
 from jaxrl_lm.config import GRPOConfig
 from jaxrl_lm.credit import CreditRule
 from jaxrl_lm.distill import check_same_vocabulary
+from jaxrl_lm.distributed import place_tree
 from jaxrl_lm.models import (
     LoraConfig,
     Model,
@@ -68,7 +69,7 @@ def with_adapter(
     if lora is None:
         return {"policy": params}, None
     adapter = init_lora(jax.random.fold_in(jax.random.key(config.seed), 1), model, lora, config.param_dtype)
-    return {"policy": jax.device_put(adapter, plan.tree(lora_specs(model, lora)))}, params
+    return {"policy": place_tree(adapter, plan.tree(lora_specs(model, lora)))}, params
 
 
 def trained_params(
@@ -84,7 +85,7 @@ def trained_params(
     if config.critic == "none":
         return trained, base
     head = init_value_head(model.config, config.param_dtype)
-    critic = {"head": jax.device_put(head, plan.tree(value_specs(model.config)))}
+    critic = {"head": place_tree(head, plan.tree(value_specs(model.config)))}
     if config.critic == "separate":
         critic = _critic(config, model, params, plan, tokenizer) | ({} if config.critic_model else critic)
     return trained | {"critic": critic}, base

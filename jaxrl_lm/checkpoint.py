@@ -18,6 +18,7 @@ import jax
 import orbax.checkpoint as ocp
 from orbax.checkpoint import checkpoint_managers
 
+from jaxrl_lm.distributed import agree
 from jaxrl_lm.types import TrainState
 
 _SHOWN = 5  # differences that a message lists
@@ -102,7 +103,7 @@ class Checkpoints:
         if self._read_only:
             raise CheckpointError(f"{self.directory}: opened for reading, step {step} cannot be saved")
         self.wait()
-        if step in self.steps():
+        if agree(step in self.steps()):  # a listing may lag behind on another host, and all must save or none
             return False
         value = float((metrics or {}).get(self._best_metric, math.nan))
         scored = None if math.isnan(value) else {self._best_metric: value}

@@ -4,12 +4,23 @@ Every command takes `--config FILE.toml` and any key as `--key value`; `--help` 
 `scripts/*.py`.
 """
 
+import dataclasses
 import logging
 import os
 import sys
 from collections.abc import Callable, Sequence
+from typing import Any
 
-from jaxrl_lm.config import EvalConfig, ExportConfig, GenerateConfig, GRPOConfig, PPOConfig, RLOOConfig
+from jaxrl_lm.config import (
+    DistributedOptions,
+    EvalConfig,
+    ExportConfig,
+    GenerateConfig,
+    GRPOConfig,
+    PPOConfig,
+    RLOOConfig,
+)
+from jaxrl_lm.distributed import writes
 from jaxrl_lm.dpo import train_dpo
 from jaxrl_lm.fit import FitRun
 from jaxrl_lm.fit_config import DPOConfig, PRMConfig, RewardConfig, SFTConfig
@@ -17,6 +28,7 @@ from jaxrl_lm.inference import run_eval, run_export, run_generate
 from jaxrl_lm.lab.config import LabConfig
 from jaxrl_lm.lab.run import run_lab
 from jaxrl_lm.label_steps import labels_message, run_label_steps
+from jaxrl_lm.launch import ending_together, start
 from jaxrl_lm.loop import train
 from jaxrl_lm.options import nearest, parse
 from jaxrl_lm.recipe import run_recipe
@@ -31,57 +43,80 @@ from jaxrl_lm.tools_config import LabelStepsConfig, MakeTracesConfig, SearchConf
 from jaxrl_lm.traces import run_make_traces, traces_message
 
 
+def _read(config_class: type, argv: Sequence[str], command: Callable[..., None], *, several: bool = True) -> Any:
+    """The config of a command, once the processes of the run have found each other.
+
+    The options by which they did are this process's own, and no part of the run. `several=False`: for a command that
+    is one process; raises ValueError where several are asked for.
+    """
+    name = next(name for name, one in COMMANDS.items() if one is command)
+    config = parse(config_class, argv, prog=f"jaxrl-lm {name}", description=command.__doc__)
+    own = {field.name: field.default for field in dataclasses.fields(DistributedOptions)}
+    given = {option: getattr(config, option) for option in own}
+    if several:
+        start(**given)
+    elif given["num_processes"] not in (None, 1) or given["coordinator_address"] is not None:
+        raise ValueError(f"num_processes, coordinator_address: {name} runs in one process: leave them out")
+    return dataclasses.replace(config, **own)
+
+
+def _say(text: str) -> None:
+    """Prints, on one of several processes."""
+    if writes():
+        print(text)
+
+
 def grpo(argv: Sequence[str]) -> None:
     """Train with GRPO, or with any algorithm of the family (--preset)"""
-    _train(parse(GRPOConfig, argv, prog="jaxrl-lm grpo", description=grpo.__doc__))
+    _train(_read(GRPOConfig, argv, grpo))
 
 
 def rloo(argv: Sequence[str]) -> None:
     """Train with RLOO"""
-    _train(parse(RLOOConfig, argv, prog="jaxrl-lm rloo", description=rloo.__doc__))
+    _train(_read(RLOOConfig, argv, rloo))
 
 
 def ppo(argv: Sequence[str]) -> None:
     """Train with PPO and a critic"""
-    _train(parse(PPOConfig, argv, prog="jaxrl-lm ppo", description=ppo.__doc__))
+    _train(_read(PPOConfig, argv, ppo))
 
 
 def _train(config: GRPOConfig) -> None:
     if config.seeds > 1:
-        print(table(train_seeds(config)))
-        print(f"{config.output_dir}: {config.seeds} seeds, mean ± half of the 95 % interval; see seeds.json there")
+        _say(table(train_seeds(config)))
+        _say(f"{config.output_dir}: {config.seeds} seeds, mean ± half of the 95 % interval; see seeds.json there")
         return
     run = train(config)
-    print(f"{run.directory}: step {run.step}. Next: jaxrl-lm export --run {run.directory} --directory OUT")
+    _say(f"{run.directory}: step {run.step}. Next: jaxrl-lm export --run {run.directory} --directory OUT")
 
 
 def sft(argv: Sequence[str]) -> None:
     """Train on demonstrations: prompt-completion, messages or text"""
-    _fitted(train_sft(parse(SFTConfig, argv, prog="jaxrl-lm sft", description=sft.__doc__)))
+    _fitted(train_sft(_read(SFTConfig, argv, sft)))
 
 
 def dpo(argv: Sequence[str]) -> None:
     """Train on preferences: pairs, judged completions, or pairs of own samples"""
-    _fitted(train_dpo(parse(DPOConfig, argv, prog="jaxrl-lm dpo", description=dpo.__doc__)))
+    _fitted(train_dpo(_read(DPOConfig, argv, dpo)))
 
 
 def reward(argv: Sequence[str]) -> None:
     """Train a reward model on comparisons or outcomes"""
-    _fitted(train_reward(parse(RewardConfig, argv, prog="jaxrl-lm reward", description=reward.__doc__)))
+    _fitted(train_reward(_read(RewardConfig, argv, reward)))
 
 
 def prm(argv: Sequence[str]) -> None:
     """Train a process reward model on labels of steps"""
-    _fitted(train_prm(parse(PRMConfig, argv, prog="jaxrl-lm prm", description=prm.__doc__)))
+    _fitted(train_prm(_read(PRMConfig, argv, prm)))
 
 
 def _fitted(run: FitRun) -> None:
-    print(f"{run.directory}: step {run.step}. Next: jaxrl-lm export --run {run.directory} --directory OUT")
+    _say(f"{run.directory}: step {run.step}. Next: jaxrl-lm export --run {run.directory} --directory OUT")
 
 
 def generate(argv: Sequence[str]) -> None:
     """Sample completions from a model or a run"""
-    config = parse(GenerateConfig, argv, prog="jaxrl-lm generate", description=generate.__doc__)
+    config = _read(GenerateConfig, argv, generate, several=False)
     rows = run_generate(config)
     if config.output:
         print(f"{len(rows)} rows written to {config.output}")
@@ -93,8 +128,8 @@ def generate(argv: Sequence[str]) -> None:
 
 def evaluate(argv: Sequence[str]) -> None:
     """Evaluate a model or a run on held-out prompts, or probe training prompts"""
-    for name, value in run_eval(parse(EvalConfig, argv, prog="jaxrl-lm eval", description=evaluate.__doc__)).items():
-        print(f"{name:40} {value:.4f}")
+    for name, value in run_eval(_read(EvalConfig, argv, evaluate)).items():
+        _say(f"{name:40} {value:.4f}")
 
 
 def export(argv: Sequence[str]) -> None:
@@ -110,19 +145,19 @@ def export(argv: Sequence[str]) -> None:
 
 def traces(argv: Sequence[str]) -> None:
     """Write a teacher's completions that a verifier accepts as rows for sft"""
-    config = parse(MakeTracesConfig, argv, prog="jaxrl-lm traces", description=traces.__doc__)
+    config = _read(MakeTracesConfig, argv, traces, several=False)
     print(f"{config.output}: {traces_message(run_make_traces(config))}")
 
 
 def label_steps(argv: Sequence[str]) -> None:
     """Label the steps of completions by completing them, as rows for prm"""
-    config = parse(LabelStepsConfig, argv, prog="jaxrl-lm label-steps", description=label_steps.__doc__)
+    config = _read(LabelStepsConfig, argv, label_steps, several=False)
     print(f"{config.output}: {labels_message(run_label_steps(config))}")
 
 
 def search(argv: Sequence[str]) -> None:
     """Choose among completions by a scorer: best-of-n, votes, beams"""
-    print(search_table(run_search(parse(SearchConfig, argv, prog="jaxrl-lm search", description=search.__doc__))))
+    print(search_table(run_search(_read(SearchConfig, argv, search, several=False))))
 
 
 def recipe(argv: Sequence[str]) -> None:
@@ -172,7 +207,8 @@ def main(argv: Sequence[str] | None = None) -> None:
         print(f"jaxrl-lm: no command {name!r}; the nearest is {nearest(name, COMMANDS)!r}", file=sys.stderr)
         raise SystemExit(2)
     try:
-        COMMANDS[name](rest)
+        with ending_together(f"jaxrl-lm {name}"):
+            COMMANDS[name](rest)
     except (ValueError, OSError, ImportError, FloatingPointError) as error:
         if os.environ.get("JAXRL_LM_TRACEBACK"):
             raise

@@ -15,6 +15,7 @@ from jaxtyping import Float64
 from jaxrl_lm.checks import check_routes
 from jaxrl_lm.config import GenerateConfig, PromptOptions, SamplingOptions
 from jaxrl_lm.data import Row, choose_bucket, read_rows
+from jaxrl_lm.distributed import place
 from jaxrl_lm.encode import EncodedPrompts
 from jaxrl_lm.evaluate import reward_table
 from jaxrl_lm.inference import Loaded, load_any, make_inference, say, with_run_options
@@ -115,7 +116,7 @@ class Completer:
         self.loaded: Loaded = load_any(config.model, plan, dtype=config.dtype)
         self.tokenizer = self.loaded.tokenizer
         self.eos = eos_token_ids(self.loaded.generation, self.tokenizer)
-        self._key = jax.device_put(jax.random.key(config.seed), plan.replicated)
+        self._key = place(jax.random.key(config.seed), plan.replicated)
         self._weights: Any = None
 
     def sampler(self, sets: Sequence[EncodedPrompts], **changes: Any) -> Sampler:

@@ -46,7 +46,23 @@ class SamplingConfig:
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
-class MachineOptions:
+class DistributedOptions:
+    """How several processes find each other; on TPU pods, under Slurm, Open MPI and Kubernetes they do so by themselves."""
+
+    coordinator_address: str | None = None
+    """Host:port of process 0, to start several processes by hand."""
+    num_processes: int | None = None
+    """Processes of the run; 1: this one alone, whatever the environment says."""
+    process_id: int | None = None
+    """Which of them this one is, from 0."""
+    start_timeout: int = 300
+    """Seconds that a process waits for the others at its start."""
+    heartbeat_timeout: int = 100
+    """Seconds without a sign of life of a process after which the others end."""
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class MachineOptions(DistributedOptions):
     """What the run computes on."""
 
     mesh: dict[str, int] = dataclasses.field(default_factory=lambda: {"fsdp": -1})

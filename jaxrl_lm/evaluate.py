@@ -10,8 +10,9 @@ import jax
 import numpy as np
 
 from jaxrl_lm.algos import pass_at_k, same_outcome_share
+from jaxrl_lm.distributed import spread
 from jaxrl_lm.encode import EncodedPrompts
-from jaxrl_lm.rewards import RewardFunction, columns_of, compute_rewards
+from jaxrl_lm.rewards import RewardError, RewardFunction, columns_of, compute_rewards
 from jaxrl_lm.rollout import EVAL, PROBE, Sampled, Sampler
 
 CORRECT = 0.5  # a completion is right from this reward up
@@ -23,15 +24,23 @@ class Evaluation(NamedTuple):
 
 
 def reward_table(functions: Sequence[RewardFunction], sampled: Sampled, group_size: int) -> np.ndarray:
-    """Rewards [count F]; NaN where a function abstains."""
-    return compute_rewards(
-        functions,
-        prompts=sampled.prompts,
-        completions=sampled.texts,
-        completion_ids=sampled.completion_ids,
-        columns=columns_of(sampled.rows),
-        group_ids=[row // group_size for row in range(sampled.count)],
-    )
+    """Rewards [count F]; NaN where a function abstains. Of several processes each judges its share of the groups."""
+
+    def judged(groups: range) -> list[list[float]]:
+        mine = range(groups.start * group_size, min(groups.stop * group_size, sampled.count))
+        values = compute_rewards(
+            functions,
+            prompts=sampled.prompts,
+            completions=sampled.texts,
+            completion_ids=sampled.completion_ids,
+            columns=columns_of(sampled.rows),
+            group_ids=[row // group_size for row in range(sampled.count)],
+            mine=mine,
+        )
+        return values[mine.start : mine.stop].tolist()
+
+    values = spread(-(-sampled.count // group_size), judged, raises=RewardError)
+    return np.array(values, np.float64).reshape(sampled.count, len(functions))
 
 
 def judge(values: np.ndarray) -> tuple[np.ndarray, np.ndarray]:

@@ -17,15 +17,16 @@ import numpy as np
 
 from jaxrl_lm import metrics as metric
 from jaxrl_lm.assemble import copy_params
-from jaxrl_lm.checkpoint import Checkpoints, rewind
+from jaxrl_lm.checkpoint import Checkpoints
 from jaxrl_lm.clock import Clock
+from jaxrl_lm.distributed import agree, any_of, place, writes
 from jaxrl_lm.fit_config import FitOptions
 from jaxrl_lm.fit_steps import FitSteps
 from jaxrl_lm.models import Model
 from jaxrl_lm.options import to_toml
 from jaxrl_lm.report import Reporter
 from jaxrl_lm.rewards import RewardError
-from jaxrl_lm.runs import NonFiniteError, check_command, check_same_run, keep_batch, on_signal, write_command
+from jaxrl_lm.runs import NonFiniteError, came, check_command, check_same_run, keep_batch, on_signal, open_directory
 from jaxrl_lm.types import Frozen, TrainState
 
 
@@ -107,6 +108,7 @@ def fit(setup: Fit) -> FitRun:
                 total_steps=setup.total_steps,
                 report_to=config.report_to,
                 logging_steps=config.logging_steps,
+                writes=writes(),
             )
         )
         for note in (*setup.notes, *notes):
@@ -131,7 +133,8 @@ def fit(setup: Fit) -> FitRun:
                 _check_best(config.best_metric, found)
             report.log(step, values)
             history.append({"step": step, **values})
-            stopping = last or bool(stop)
+            signalled = any_of(bool(stop))
+            stopping = last or signalled
             save_time = time.perf_counter()
             if stopping or (config.save_steps and step % config.save_steps == 0) or config.best_metric in values:
                 _save(setup, checkpoints, step, state, tokens, values, before)
@@ -140,7 +143,7 @@ def fit(setup: Fit) -> FitRun:
                 break
         checkpoints.wait()
         if step < setup.total_steps:
-            report.message(f"{stop[0]}: saved step {step}; the same command goes on from there")
+            report.message(f"{came(stop)}: saved step {step}; the same command goes on from there")
     interrupted = step < setup.total_steps
     return FitRun(
         setup.directory, setup.model, setup.tokenizer, setup.generation, state, frozen, step, history, interrupted
@@ -154,28 +157,25 @@ def _check_best(name: str | None, values: dict[str, float]) -> None:
 
 def _start(setup: Fit, checkpoints: Checkpoints) -> tuple[TrainState, Frozen, int, int, list[str]]:
     """The state to go on from, what stays frozen, the steps done, the tokens seen, and what to say."""
-    config, latest, frozen = setup.config, checkpoints.latest(), setup.frozen
+    config, latest, frozen = setup.config, agree(checkpoints.latest()), setup.frozen
     if latest is None:
         if setup.reference_is_start:
             frozen = frozen._replace(reference=copy_params(setup.params["policy"]))
-        key = jax.device_put(jax.random.key(config.seed), setup.steps.plan.replicated)
+        key = place(jax.random.key(config.seed), setup.steps.plan.replicated)
         state, done, tokens, notes = setup.steps.init(setup.params, key), 0, 0, []
     else:
-        saved = checkpoints.restore_host()
+        saved = checkpoints.restore_host(step=latest)
         check_command(setup.directory, setup.command)
         notes = check_same_run(saved, config, directory=setup.directory, fingerprint=setup.fingerprint)
         spare = dict(setup.params)
         if setup.reference_is_start:
             frozen = frozen._replace(reference=spare.pop("policy"))
         jax.tree.map(lambda leaf: leaf.delete(), spare)  # the restored state takes their place
-        state, saved = checkpoints.restore(setup.steps.abstract_state)
+        state, saved = checkpoints.restore(setup.steps.abstract_state, step=latest)
         setup.source.load(saved["source"])
         done, tokens = saved["step"], saved["tokens"]
         notes.append(f"resumed from step {done}")
-    setup.directory.mkdir(parents=True, exist_ok=True)
-    rewind(setup.directory, done if latest is not None else -1)
-    (setup.directory / "config.toml").write_text(to_toml(config))
-    write_command(setup.directory, setup.command)
+    open_directory(setup.directory, config, command=setup.command, step=done if latest is not None else -1)
     return state, setup.prepare_frozen(frozen), done, tokens, notes
 
 
@@ -224,7 +224,7 @@ def updates(setup: Fit) -> Iterator[tuple[int, TrainState, dict[str, float]]]:
     if setup.reference_is_start:
         frozen = frozen._replace(reference=copy_params(setup.params["policy"]))
     frozen = setup.prepare_frozen(frozen)
-    key = jax.device_put(jax.random.key(setup.config.seed), setup.steps.plan.replicated)
+    key = place(jax.random.key(setup.config.seed), setup.steps.plan.replicated)
     state, tokens = setup.steps.init(setup.params, key), 0
     setup.directory.mkdir(parents=True, exist_ok=True)
     for step in range(1, setup.total_steps + 1):

@@ -17,6 +17,7 @@ from jaxrl_lm.optim import optimizer_of
 from jaxrl_lm.options import from_dict
 from jaxrl_lm.packing import pack, packing_share
 from jaxrl_lm.prepare import plan_of, vocabulary_notes
+from jaxrl_lm.runs import check_processes
 from jaxrl_lm.sequences import Examples
 from jaxrl_lm.sharding import Plan
 from jaxrl_lm.types import Params
@@ -74,6 +75,7 @@ def checked(config: Any) -> Any:
 def open_model(config: FitOptions, load: Callable[..., Any] | None = None) -> Basis:
     """The checked config with the model on its mesh. `load(name, plan, *, dtype, param_dtype, remat)` as `load_model`."""
     config = checked(config)
+    check_processes(config)
     plan = plan_of(config)
     check(config, plan)
     model, params, tokenizer, generation = (load or load_model)(

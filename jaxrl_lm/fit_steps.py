@@ -14,6 +14,7 @@ import jax.numpy as jnp
 import optax
 from jaxtyping import Array, Float, Int32
 
+from jaxrl_lm.distributed import place
 from jaxrl_lm.fit_batches import preference_batch, sft_batch
 from jaxrl_lm.metrics import Mean, Metrics, merge
 from jaxrl_lm.models import LoraConfig, Model
@@ -40,7 +41,7 @@ class FitSteps:
 
     def place(self, tree: Any) -> Any:
         """Host arrays on the mesh, rows split; scalars on every device."""
-        put = lambda x: jax.device_put(x, self.plan.rows if jnp.ndim(x) else self.plan.replicated)
+        put = lambda x: place(x, self.plan.rows if jnp.ndim(x) else self.plan.replicated)
         return jax.tree.map(put, tree)
 
 
@@ -55,7 +56,7 @@ class StreamSteps:
 
     def place(self, tree: Any) -> Any:
         """Host arrays on the mesh, rows split."""
-        return jax.tree.map(lambda x: jax.device_put(x, self.plan.rows), tree)
+        return jax.tree.map(lambda x: place(x, self.plan.rows), tree)
 
 
 def compile_streams(model: Model, plan: Plan, *, score_chunk: int, microbatches: int) -> StreamSteps:

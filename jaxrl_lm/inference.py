@@ -23,6 +23,7 @@ from jaxrl_lm.config import (
     TemplateOptions,
 )
 from jaxrl_lm.data import default_buckets, read_rows
+from jaxrl_lm.distributed import place, writes
 from jaxrl_lm.encode import EncodedPrompts
 from jaxrl_lm.evaluate import evaluate, probe, probe_message
 from jaxrl_lm.fit_config import DPOConfig, PRMConfig, RewardConfig, SFTConfig
@@ -34,7 +35,7 @@ from jaxrl_lm.reward_fit import reward_state, save_reward
 from jaxrl_lm.reward_model import open_reward_models
 from jaxrl_lm.rewards import resolve_all
 from jaxrl_lm.rollout import EVAL, Sampler
-from jaxrl_lm.runs import command_of
+from jaxrl_lm.runs import check_processes, command_of
 from jaxrl_lm.sharding import Plan
 from jaxrl_lm.steps import compile_steps, state_shardings, trained_specs
 from jaxrl_lm.types import Params
@@ -180,7 +181,7 @@ def with_run_options(config: Any) -> Any:
 
 
 def say(notes: list[str]) -> None:
-    for note in notes:
+    for note in notes if writes() else ():
         print(note, file=sys.stderr)
 
 
@@ -205,8 +206,8 @@ def run_generate(config: GenerateConfig) -> list[dict[str, Any]]:
         indices = list(range(start, min(start + config.prompts_per_step, len(prompts.ids))))
         options = {"purpose": EVAL, "step": start, "temperature": config.temperature, "policy_step": 0}
         sampled = sampler(decode_params, key, prompts, indices, **options)
-        for place, index in enumerate(indices):
-            mine = slice(place * config.num_generations, (place + 1) * config.num_generations)
+        for row, index in enumerate(indices):
+            mine = slice(row * config.num_generations, (row + 1) * config.num_generations)
             out.append({
                 **prompts.rows[index],
                 "completions": sampled.texts[mine],
@@ -225,6 +226,7 @@ def run_eval(config: EvalConfig) -> dict[str, float]:
         raise ValueError("eval_dataset: no set is given (--eval_dataset.NAME SOURCE)")
     if not config.eval_reward_functions:
         raise ValueError("eval_reward_functions: no reward function is given")
+    check_processes(config)
     plan = plan_of(config)
     functions = resolve_all(*open_reward_models(config.eval_reward_functions, plan=plan, dtype=config.dtype))
     loaded = load_any(config.model, plan, dtype=config.dtype)
@@ -235,7 +237,7 @@ def run_eval(config: EvalConfig) -> dict[str, float]:
     say(drop_notes(sets, config.max_prompt_length))
     sampler = make_inference(config, loaded, plan, list(sets.values()))
     decode_params, key = sampler.steps.prepare_decode(loaded.params, None), _key(config.seed, plan)
-    output = Path(config.output) if config.output else None
+    output = Path(config.output) if config.output and writes() else None
     if output:
         output.mkdir(parents=True, exist_ok=True)
     metrics: dict[str, float] = {}
@@ -244,7 +246,8 @@ def run_eval(config: EvalConfig) -> dict[str, float]:
             found = probe(
                 sampler, decode_params, key, prompts, functions, temperature=config.temperature, limit=config.eval_limit
             )
-            print(f"{name}: {probe_message(found)}")
+            if writes():
+                print(f"{name}: {probe_message(found)}")
             metrics |= {f"probe/{name}/{metric}": float(value) for metric, value in found.items()}
             continue
         found = evaluate(
@@ -314,4 +317,4 @@ def _best_of(run: str | Path, checkpoints: Checkpoints, best_metric: str | None)
 
 
 def _key(seed: int, plan: Plan) -> jax.Array:
-    return jax.device_put(jax.random.key(seed), plan.replicated)
+    return place(jax.random.key(seed), plan.replicated)

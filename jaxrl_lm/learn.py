@@ -6,6 +6,7 @@ The compiled parts are those of `steps.py`; what they are made of: `credit.py`, 
 from typing import NamedTuple
 
 import jax
+import jax.numpy as jnp
 import numpy as np
 
 from jaxrl_lm import algos
@@ -15,6 +16,7 @@ from jaxrl_lm.checks import moves_reference, old_logprobs_of
 from jaxrl_lm.clock import Clock
 from jaxrl_lm.collect import Collected
 from jaxrl_lm.credit import Credit, action_ids
+from jaxrl_lm.distributed import gather
 from jaxrl_lm.group_metrics import group_metrics
 from jaxrl_lm.host import Host
 from jaxrl_lm.mix import MixedBatch
@@ -125,9 +127,9 @@ def _updates(
     rows = config.prompts_per_step * config.num_generations
     size = config.minibatch_completions or rows
     rule = setup.scored_rule if host.scored else setup.batch_rule
-    learns = np.asarray(rated.credit.learns)
+    learns, truncated = gather((rated.credit.learns, rated.rollout.truncated))
     if rule.mask_truncated:
-        learns = learns & ~np.asarray(rated.rollout.truncated)
+        learns = learns & ~truncated
     # A minibatch in which no row learns is no optimiser step: momentum and decay would move the weights all the same.
     warm = config.critic == "none" or step > config.critic_warmup_steps  # before, only the critic learns
     teaches = warm and setup.mix is not None and setup.mix.teaches(host.rates)
@@ -184,7 +186,7 @@ def _credit_metrics(
     """How hard the groups were and where the advantage went; for a critic, how much of the returns it explains."""
     judged, group = collected.judged, setup.config.num_generations
     rollout, count = judged.sampled.rollout, judged.sampled.count
-    mask, advantages, kl = jax.device_get((rollout.action_mask, credit.advantages, credit.kl))
+    mask, advantages, kl = gather((rollout.action_mask, credit.advantages, credit.kl))
     per_row = np.where(mask, advantages, 0.0).sum(1)[:count] / np.maximum(mask.sum(1), 1)[:count]
     found = group_metrics(judged.plain, judged.valid, per_row, judged.sampled.texts, group)
     if kl is not None:
@@ -197,8 +199,10 @@ def _credit_metrics(
             "objective/scores": mean(judged.returns),
         }
     if scored.values is not None:
-        learns = rollout.action_mask & credit.learns[:, None]
-        ids = action_ids(learns, rollout.turn_ids, actions=setup.config.actions, n=setup.config.ngram)
+        whole = gather((credit.learns, rollout.turn_ids, scored.values, credit.targets))
+        learns, turn_ids, values, targets = jax.tree.map(jnp.asarray, whole)
+        learns = jnp.asarray(mask) & learns[:, None]
+        ids = action_ids(learns, turn_ids, actions=setup.config.actions, n=setup.config.ngram)
         states = algos.action_starts(learns, ids)  # a value belongs to the state before an action
-        found["explained_variance"] = float(algos.explained_variance(scored.values, credit.targets, states))
+        found["explained_variance"] = float(algos.explained_variance(values, targets, states))
     return found

@@ -16,12 +16,13 @@ import jax
 import numpy as np
 
 from jaxrl_lm.assemble import copy_params
-from jaxrl_lm.checkpoint import Checkpoints, rewind
+from jaxrl_lm.checkpoint import Checkpoints
 from jaxrl_lm.checks import moves_reference, needs_reference, updates_per_step
 from jaxrl_lm.clock import Clock
 from jaxrl_lm.collect import Collected, collect
 from jaxrl_lm.config import GRPOConfig
 from jaxrl_lm.credit import Credit
+from jaxrl_lm.distributed import agree, any_of, gather, place, writes
 from jaxrl_lm.evaluate import evaluate, probe, probe_message
 from jaxrl_lm.host import Host, make_host
 from jaxrl_lm.learn import learn
@@ -31,7 +32,7 @@ from jaxrl_lm.prepare import Setup, prepare
 from jaxrl_lm.report import Reporter
 from jaxrl_lm.rewards import RewardError
 from jaxrl_lm.rollout import EVAL
-from jaxrl_lm.runs import check_command, check_same_run, on_signal
+from jaxrl_lm.runs import came, check_command, check_same_run, on_signal, open_directory
 from jaxrl_lm.types import Frozen, TrainState
 from jaxrl_lm.update import Objective
 
@@ -88,13 +89,14 @@ def run(setup: Setup) -> Run:
                 total_steps=setup.total_steps,
                 report_to=config.report_to,
                 logging_steps=config.logging_steps,
+                writes=writes(),
             )
         )
         for note in (*setup.notes, *notes):
             report.message(note)
         if done == 0:
             _before_first_step(setup, state, frozen, report)
-        step, save_time, spent = done, 0.0, host.spent
+        step, save_time, spent, signalled = done, 0.0, host.spent, False
         before = host.state()  # of the last whole step
         for step in range(done + 1, setup.total_steps + 1) if spent is None else ():
             try:
@@ -116,7 +118,8 @@ def run(setup: Setup) -> Run:
                 report.completions(step, table())
             report.log(step, values)
             history.append({"step": step, **values})
-            stopping = last or bool(stop)  # read once: what is decided here is what is said below
+            signalled = any_of(bool(stop))  # read once: what is decided here is what is said below
+            stopping = last or signalled
             save_time = time.perf_counter()
             if stopping or (config.save_steps and step % config.save_steps == 0) or config.best_metric in values:
                 _save(setup, checkpoints, step, state, before, values)
@@ -127,9 +130,9 @@ def run(setup: Setup) -> Run:
         if spent is not None:
             report.message(f"step {step}: {spent}; the run ends here")
         elif step < setup.total_steps:
-            report.message(f"{stop[0]}: saved step {step}; the same command goes on from there")
-    interrupted = bool(stop) and step < setup.total_steps and spent is None
-    stopped = stop[0] if interrupted else spent
+            report.message(f"{came(stop)}: saved step {step}; the same command goes on from there")
+    interrupted = signalled and step < setup.total_steps and spent is None
+    stopped = came(stop) if interrupted else spent
     return Run(setup.directory, setup.model, setup.tokenizer, state, step, history, stopped, interrupted)
 
 
@@ -140,9 +143,9 @@ def _save(setup: Setup, checkpoints: Checkpoints, step: int, state: TrainState, 
 
 def _start(setup: Setup, checkpoints: Checkpoints) -> tuple[Setup, Host, TrainState, Frozen, int, list[str]]:
     """The state to go on from: that of the latest checkpoint, or a fresh one. Files are rewound to it."""
-    config, notes, done, latest = setup.config, [], 0, checkpoints.latest()
+    config, notes, done, latest = setup.config, [], 0, agree(checkpoints.latest())
     host = make_host(config, setup.prompts.rows, setup.algorithm.beta)
-    key = jax.device_put(jax.random.key(config.seed), setup.steps.plan.replicated)
+    key = place(jax.random.key(config.seed), setup.steps.plan.replicated)
     keeps = needs_reference(config) and not moves_reference(config)  # one that moves is part of the state
     if latest is None:
         prm = copy_params(setup.params["prm"]) if "prm" in setup.params else None
@@ -155,17 +158,14 @@ def _start(setup: Setup, checkpoints: Checkpoints) -> tuple[Setup, Host, TrainSt
         frozen = Frozen(kept.get("policy"), setup.base, prm_reference=kept.get("prm"), teacher=setup.teacher)
         spare = {name: tree for name, tree in setup.params.items() if name not in kept}
         jax.tree.map(lambda leaf: leaf.delete(), spare)  # the restored state takes their place
-        saved = checkpoints.restore_host()
+        saved = checkpoints.restore_host(step=latest)
         check_command(setup.directory, None)
         notes += check_same_run(saved, config, directory=setup.directory, fingerprint=setup.fingerprint)
-        state, saved = checkpoints.restore(setup.steps.abstract_state)
+        state, saved = checkpoints.restore(setup.steps.abstract_state, step=latest)
         host.load(saved["host"], rows=setup.prompts.rows)
         done = saved["step"]
         notes.append(f"resumed from step {done}")
-    setup.directory.mkdir(parents=True, exist_ok=True)
-    rewind(setup.directory, done if latest is not None else -1)
-    (setup.directory / "config.toml").write_text(to_toml(config))
-    (setup.directory / "run.json").unlink(missing_ok=True)  # of another command that saved nothing
+    open_directory(setup.directory, config, command=None, step=done if latest is not None else -1)
     return setup._replace(params=None), host, state, frozen, done, notes
 
 
@@ -182,7 +182,8 @@ def _before_first_step(setup: Setup, state: TrainState, frozen: Frozen, report: 
             temperature=config.temperature,
             limit=config.probe_prompts,
         )
-        (setup.directory / "probe.json").write_text(json.dumps(found, indent=2) + "\n")
+        if writes():
+            (setup.directory / "probe.json").write_text(json.dumps(found, indent=2) + "\n")
         report.message(probe_message(found))
     if config.eval_steps and setup.eval_sets:
         values = _evaluate(setup, state, frozen, 0)
@@ -211,9 +212,10 @@ def _evaluate(setup: Setup, state: TrainState, frozen: Frozen, step: int) -> dic
             name=name,
             purpose=EVAL + number,
         )
-        path = setup.directory / "eval" / name / f"step_{step:06d}.jsonl"
-        path.parent.mkdir(parents=True, exist_ok=True)
-        path.write_text("".join(json.dumps(record) + "\n" for record in found.records))
+        if writes():
+            path = setup.directory / "eval" / name / f"step_{step:06d}.jsonl"
+            path.parent.mkdir(parents=True, exist_ok=True)
+            path.write_text("".join(json.dumps(record) + "\n" for record in found.records))
         values |= found.metrics
     return values
 
@@ -307,7 +309,7 @@ def _within_limits(setup: Setup, host: Host, state: TrainState, values: dict[str
 def _completion_rows(setup: Setup, collected: Collected, credit: Credit) -> list[dict[str, Any]]:
     judged, sampled = collected.judged, collected.judged.sampled
     rollout = sampled.rollout
-    advantages, turn_ids, policy_step, mask = jax.device_get(
+    advantages, turn_ids, policy_step, mask = gather(
         (credit.advantages, rollout.turn_ids, rollout.policy_step, rollout.action_mask)
     )
     return [

@@ -20,6 +20,7 @@ from jaxrl_lm.assemble import lora_of
 from jaxrl_lm.checks import check_held_out, check_routes
 from jaxrl_lm.clock import Clock
 from jaxrl_lm.data import batch_indices, choose_bucket, default_buckets, load_function, read_rows
+from jaxrl_lm.distributed import gather, spread
 from jaxrl_lm.encode import EncodedPrompts
 from jaxrl_lm.evaluate import evaluate, reward_table
 from jaxrl_lm.fit_config import DPOConfig
@@ -264,7 +265,7 @@ def best_and_worst(
     Samples without a value or without a token are left out.
     """
     group, pairs = values.shape[1], []
-    logprobs, mask = jax.device_get((sampled.rollout.logprobs, sampled.rollout.action_mask))
+    logprobs, mask = gather((sampled.rollout.logprobs, sampled.rollout.action_mask))
     for place, index in enumerate(indices):
         rows = [n for n in range(group) if valid[place, n] and sampled.completion_ids[place * group + n]]
         if not rows:
@@ -284,18 +285,28 @@ def win_rates(
 ) -> tuple[Float64[np.ndarray, "P n"], Bool[np.ndarray, "P n"]]:
     """The mean of P(i ≻ j) over the other samples j of the prompt, from `judge(prompts, completions, others, **columns)`.
 
-    Source: SPO (Swamy et al., 2024). Raises RewardError for another number of answers than pairs, or one outside [0, 1].
+    Of several processes each judges its share of the prompts. Source: SPO (Swamy et al., 2024).
+
+    Raises RewardError for another number of answers than pairs, or one outside [0, 1].
     """
-    count = sampled.count // group
-    pairs = [(p * group + i, p * group + j) for p in range(count) for i in range(group) for j in range(group) if i != j]
+    if inspect.iscoroutinefunction(judge):
+        raise RewardError(f"judge {name}: an async judge is not supported; return a list")
+    own = lambda prompts: _win_rates(judge, sampled, group, prompts, name)
+    rates = np.array(spread(sampled.count // group, own, raises=RewardError), np.float64)
+    return rates, np.ones(rates.shape, bool)
+
+
+def _win_rates(judge: Callable[..., Any], sampled: Sampled, group: int, prompts: range, name: str | None) -> list:
+    """Of these prompts alone."""
+    pairs = [(p * group + i, p * group + j) for p in prompts for i in range(group) for j in range(group) if i != j]
+    if not pairs:
+        return []
     first, second = ([index for index, _ in pairs], [index for _, index in pairs])
     texts = lambda rows: [sampled.texts[row] for row in rows]
     columns = {key: [values[row] for row in first] for key, values in columns_of(sampled.rows).items()}
-    if inspect.iscoroutinefunction(judge):
-        raise RewardError(f"judge {name}: an async judge is not supported; return a list")
-    prompts = [sampled.prompts[row] for row in first]
+    shown = [sampled.prompts[row] for row in first]
     try:
-        answers = judge(prompts=prompts, completions=texts(first), others=texts(second), **columns)
+        answers = judge(prompts=shown, completions=texts(first), others=texts(second), **columns)
     except Exception as error:
         raise RewardError(f"judge {name}: {type(error).__name__}: {error}") from error
     if not isinstance(answers, Sequence | np.ndarray):
@@ -305,5 +316,4 @@ def win_rates(
     for row, answer in enumerate(answers):
         if not isinstance(answer, numbers.Real) or not 0.0 <= answer <= 1.0:
             raise RewardError(f"judge {name}: pair {row}: {answer!r} is no probability")
-    rates = np.asarray(answers, np.float64).reshape(count, group, group - 1).mean(axis=2)
-    return rates, np.ones(rates.shape, bool)
+    return np.asarray(answers, np.float64).reshape(len(prompts), group, group - 1).mean(axis=2).tolist()

@@ -51,6 +51,11 @@ RESUMABLE = frozenset(
         "sharding_preset",
         "sharding_rules",
         "decode_sharding_rules",
+        "coordinator_address",
+        "num_processes",
+        "process_id",
+        "start_timeout",
+        "heartbeat_timeout",
         "remat",
         "score_chunk",
     }

@@ -10,6 +10,7 @@ from typing import Any
 import jax
 import numpy as np
 
+from jaxrl_lm.distributed import gather
 from jaxrl_lm.fit_steps import FitSteps
 from jaxrl_lm.given import HostRows, Stateless, Table, pad_sides
 from jaxrl_lm.sequences import Example
@@ -48,7 +49,7 @@ class Reference:
         for table in tables:
             rows, length = [], lambda one: len(one.ids) - _first(one)
             for host in table.held_out(len(table.data.sides)):
-                scores = np.asarray(self.score(host.tokens, host.segment_ids, table.start, None, frozen))
+                scores = gather(self.score(host.tokens, host.segment_ids, table.start, None, frozen))
                 for row, index in enumerate(host.indices):
                     sides = enumerate(table.data.sides[index])
                     rows.append([scores[row, s, table.start :][: length(one)].copy() for s, one in sides])

@@ -36,6 +36,7 @@ from jaxrl_lm.checks import (
 from jaxrl_lm.config import GRPOConfig, MachineOptions, PromptOptions, SamplingConfig
 from jaxrl_lm.data import default_buckets, read_rows
 from jaxrl_lm.distill import DistillObjective
+from jaxrl_lm.distributed import place
 from jaxrl_lm.encode import EncodedPrompts, encode_prompts
 from jaxrl_lm.fit_steps import StreamSteps, compile_streams
 from jaxrl_lm.mix import Mix, check_held_out_streams, check_mix, check_teacher, open_mix, split_rows
@@ -45,6 +46,7 @@ from jaxrl_lm.options import from_dict
 from jaxrl_lm.reward_model import open_reward_models
 from jaxrl_lm.rewards import RewardFunction, resolve_all, resolve_steps
 from jaxrl_lm.rollout import Sampler
+from jaxrl_lm.runs import check_processes
 from jaxrl_lm.sharding import Plan, build_plan
 from jaxrl_lm.steps import Steps, compile_steps
 from jaxrl_lm.stops import stop_table
@@ -154,7 +156,7 @@ def make_sampler(
         group_size=config.num_generations,
         max_new_tokens=sampling.max_new_tokens,
         pad_token_id=sampling.pad_token_id,
-        stops=None if table is None else jax.device_put(table, steps.plan.replicated),
+        stops=None if table is None else place(table, steps.plan.replicated),
     )
 
 
@@ -332,6 +334,7 @@ def prepare(
     """Everything of a run before its first step. Raises ValueError, naming option, file or row, for what does not fit."""
     # Values that Python code gave get the same check as those of files and command lines.
     config = from_dict(type(config), dataclasses.asdict(config), where="config")
+    check_processes(config)
     plan, lora = plan_of(config), lora_of(config)
     check(config, plan.batch_ways)
     check_mix(config, plan.batch_ways, microbatches_of(config))

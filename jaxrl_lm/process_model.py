@@ -10,13 +10,14 @@ import warnings
 from collections.abc import Callable, Sequence
 from typing import Any
 
-import jax
 import numpy as np
 
 from jaxrl_lm.data import pad_rows
+from jaxrl_lm.distributed import gather, place
 from jaxrl_lm.encode import encode_prompts
 from jaxrl_lm.models import classifier_settings, load_process_model
 from jaxrl_lm.reward_model import by_length, longest, machine_dtype, naming, parse_option, positive, rows_at_once, shown
+from jaxrl_lm.rewards import Everywhere
 from jaxrl_lm.sharding import Plan
 from jaxrl_lm.steps import compile_token_scores
 
@@ -37,7 +38,7 @@ _SETTINGS: dict[str, Callable[[str], Any]] = {
 }
 
 
-class ProcessModel:
+class ProcessModel(Everywhere):
     """Scores of the steps of completions: (prompts, completions) -> for each row its (end, probability) in order.
 
     `end` is the index in the completion's text just after the step with its separator, the probability σ(z) that the
@@ -145,8 +146,8 @@ class ProcessModel:
         step_ends = np.zeros(tokens.shape, bool)
         for number, (_, ends) in enumerate(filled):
             step_ends[number, list(ends)] = True
-        arrays = jax.device_put((tokens, segment_ids, step_ends), self.plan.rows)
-        chances = jax.device_get(self._chances(self._weights, *arrays))
+        arrays = (place(array, self.plan.rows) for array in (tokens, segment_ids, step_ends))
+        chances = gather(self._chances(self._weights, *arrays))
         return [chances[number, list(ends)].tolist() for number, (_, ends) in enumerate(rows)]
 
 

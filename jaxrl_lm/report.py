@@ -39,6 +39,7 @@ class Reporter:
 
     metrics.jsonl gets every row; TensorBoard and the plain lines that replace the bar where the output is no terminal
     get those of every `logging_steps`-th step, of the last one, and all with an `eval/` metric.
+    With `writes=False`, for the other processes of a run, nothing is written or shown.
     Raises ValueError for a sink that does not exist and ImportError, naming the extra, for one that is not installed.
     """
 
@@ -50,21 +51,26 @@ class Reporter:
         report_to: Sequence[str] = (),
         logging_steps: int = 1,
         console: Console | None = None,
+        writes: bool = True,
     ):
         if logging_steps < 1:
             raise ValueError(f"logging_steps={logging_steps}: must be at least 1")
         self.run_directory = Path(run_directory)
-        self.run_directory.mkdir(parents=True, exist_ok=True)
-        self.console = console or Console()
+        self.console = console or Console(quiet=not writes)
         self._total_steps = total_steps
         self._logging_steps = logging_steps
+        self._writes = writes
+        self._latest: dict[str, float] = {}
+        self._progress = self._task = self._tensorboard = None
+        if not writes:
+            self._file = open(os.devnull, "w")  # noqa: SIM115 (closed in close)
+            return
+        self.run_directory.mkdir(parents=True, exist_ok=True)
         path = self.run_directory / "metrics.jsonl"
         earlier = load_metrics(path) if path.exists() else []
         resumed = earlier[-1]["step"] if earlier else None
         self._tensorboard = _open_sinks(self.run_directory, report_to, resumed)
         self._file = open(path, "a", encoding="utf-8")  # noqa: SIM115 (closed in close)
-        self._latest: dict[str, float] = {}
-        self._progress = self._task = None
         if self.console.is_terminal:
             self._progress = _progress(self.console)
             self._task = self._progress.add_task("step", total=total_steps, completed=resumed or 0, facts="")
@@ -122,8 +128,10 @@ class Reporter:
         """
         table = _columns(rows, f"completions of step {step}")
         directory = self.run_directory / "completions"
-        directory.mkdir(exist_ok=True)
         path = directory / f"step_{step:06d}.parquet"
+        if not self._writes:
+            return path
+        directory.mkdir(exist_ok=True)
         temporary = path.with_name(path.name + ".tmp")
         pa.parquet.write_table(table, temporary)
         os.replace(temporary, path)

@@ -113,7 +113,7 @@ def _stack(start: Start, members: int) -> Params:
         "trunk": jax.tree.map(lambda leaf: jnp.stack([leaf] * members), trunk),
         "head": jax.tree.map(lambda *leaves: jnp.stack(leaves), *heads),
     }
-    return jax.device_put(whole, basis.plan.tree(stacked(classifier_specs(basis.model), members)))
+    return place_tree(whole, basis.plan.tree(stacked(classifier_specs(basis.model), members)))
 
 
 def _check_margins(tables: Tables) -> None:

@@ -22,8 +22,10 @@ import numpy as np
 from jaxrl_lm import algos
 from jaxrl_lm.algos.reward_losses import Ensemble
 from jaxrl_lm.data import pad_rows
+from jaxrl_lm.distributed import place
 from jaxrl_lm.models import classifier_settings, load_reward_models
 from jaxrl_lm.reward_sequences import reward_ids
+from jaxrl_lm.rewards import Everywhere
 from jaxrl_lm.sharding import Plan
 from jaxrl_lm.steps import compile_row_scores
 
@@ -44,7 +46,7 @@ def open_reward_models(*lists: Sequence[Any], plan: Plan, dtype: str | None) -> 
     return [[opened.get(spec, spec) if isinstance(spec, str) else spec for spec in specs] for specs in lists]
 
 
-class RewardModel:
+class RewardModel(Everywhere):
     """A reward function: a reward model's score of each row's prompt with its completion.
 
     `option` is "reward_model:DIRECTORY", or a hub id in place of the directory, with settings after a question mark:
@@ -126,7 +128,7 @@ class RewardModel:
         """
         filled = [*rows, *[()] * (self.rows - len(rows))]
         tokens, segment_ids, _ = pad_rows([((), ids) for ids in filled], 0, padded, 0)
-        scores = self._scores(self._weights, *jax.device_put((tokens, segment_ids), self.plan.rows))
+        scores = self._scores(self._weights, place(tokens, self.plan.rows), place(segment_ids, self.plan.rows))
         combined = self._combine(jax.nn.sigmoid(scores) if self.sigmoid else scores)
         finite = np.isfinite(jax.device_get(scores)).all(0)
         return np.where(finite, jax.device_get(combined), np.nan)[: len(rows)].tolist()

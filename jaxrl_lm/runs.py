@@ -1,6 +1,8 @@
 """What every kind of run does at its edges: stops at a signal, goes on only from its own checkpoint, keeps a bad batch."""
 
 import contextlib
+import dataclasses
+import hashlib
 import json
 import signal
 import tempfile
@@ -12,7 +14,10 @@ from typing import Any
 import jax
 import numpy as np
 
-from jaxrl_lm.options import check_resume, from_dict
+from jaxrl_lm.checkpoint import rewind
+from jaxrl_lm.config import DistributedOptions
+from jaxrl_lm.distributed import check_same, check_shared, first_only, gather, several
+from jaxrl_lm.options import check_resume, from_dict, to_toml
 
 
 class NonFiniteError(FloatingPointError):
@@ -37,6 +42,11 @@ def on_signal(number: signal.Signals) -> Iterator[list[str]]:
         signal.signal(number, before)
         if came and callable(before):
             before(number, None)
+
+
+def came(stop: list[str]) -> str:
+    """The name of the signal that ends a run."""
+    return stop[0] if stop else "a signal to another process"
 
 
 def check_same_run(saved: Mapping[str, Any], config: Any, *, directory: Path, fingerprint: str) -> list[str]:
@@ -75,9 +85,54 @@ def check_command(directory: Path, command: str | None) -> None:
 def keep_batch(directory: Path, step: int, batch: Any) -> Path:
     """Writes the arrays of a batch whose loss was not finite."""
     path = directory / f"nonfinite_step_{step:06d}.npz"
-    leaves = jax.tree_util.tree_leaves_with_path(batch)
-    arrays = {jax.tree_util.keystr(where, simple=True, separator="."): np.asarray(leaf) for where, leaf in leaves}
-    with tempfile.NamedTemporaryFile(dir=directory, suffix=".npz", delete=False) as file:
-        np.savez(file, **arrays)
-    Path(file.name).replace(path)
+    leaves = jax.tree_util.tree_leaves_with_path(gather(batch))
+    arrays = {jax.tree_util.keystr(where, simple=True, separator="."): leaf for where, leaf in leaves}
+
+    def write() -> None:
+        with tempfile.NamedTemporaryFile(dir=directory, suffix=".npz", delete=False) as file:
+            np.savez(file, **arrays)
+        Path(file.name).replace(path)
+
+    first_only(write)
     return path
+
+
+def open_directory(directory: Path, config: Any, *, command: str | None, step: int) -> None:
+    """Makes the run directory, or rewinds the one that is there to a step (-1: to its start), and writes what it is.
+
+    `command`: None for the policy-gradient family. Raises ValueError where a process does not see the directory.
+    """
+
+    def write() -> None:
+        directory.mkdir(parents=True, exist_ok=True)
+        rewind(directory, step)
+        (directory / "config.toml").write_text(to_toml(config))
+        if command is None:
+            (directory / "run.json").unlink(missing_ok=True)  # of another command that saved nothing
+        else:
+            write_command(directory, command)
+
+    first_only(write)
+    check_shared(directory)
+
+
+def check_processes(config: Any) -> None:
+    """Raises ValueError, naming the option or the version, where the processes of a run do not agree, and where options
+    ask for processes that have not been started.
+    """
+    own = {field.name for field in dataclasses.fields(DistributedOptions)}
+    asked, there = config.num_processes, jax.process_count()
+    if asked not in (None, there) or (asked is None and config.coordinator_address is not None and there == 1):
+        raise ValueError(
+            f"num_processes={asked}, coordinator_address={config.coordinator_address!r}: the run has {there} process(es): "
+            "the command line starts several; in Python call jaxrl_lm.launch.start before anything touches a device"
+        )
+    if not several():
+        return
+    package, digest = Path(__file__).parent, hashlib.blake2b(digest_size=16)
+    for path in sorted(package.rglob("*.py")):
+        digest.update(path.relative_to(package).as_posix().encode() + path.read_bytes())
+    versions = {"jax": jax.__version__, "numpy": np.__version__, "jaxrl_lm's files": digest.hexdigest()}
+    check_same(versions, what="versions")
+    options = {name: repr(value) for name, value in dataclasses.asdict(config).items() if name not in own}
+    check_same(options, what="config")

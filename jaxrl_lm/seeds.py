@@ -11,6 +11,7 @@ import numpy as np
 from scipy import stats
 
 from jaxrl_lm.config import GRPOConfig
+from jaxrl_lm.distributed import writes
 from jaxrl_lm.loop import run
 from jaxrl_lm.prepare import prepare
 from jaxrl_lm.report import load_metrics
@@ -63,7 +64,8 @@ def train_seeds(
         del finished, setup  # the next run needs the devices
     found = {name: estimate([values[name] for values in map(_ends, last)]) for name in _names(last)}
     table = {name: one._asdict() for name, one in found.items()}
-    (directory / "seeds.json").write_text(json.dumps(table, indent=2) + "\n")
+    if writes():
+        (directory / "seeds.json").write_text(json.dumps(table, indent=2) + "\n")
     return found
 
 

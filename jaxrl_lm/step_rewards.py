@@ -7,14 +7,14 @@ import math
 from collections.abc import Sequence
 from typing import Any, NamedTuple
 
-import jax
 import jax.numpy as jnp
 import numpy as np
 from jaxtyping import Bool, Float32, Shaped
 
 from jaxrl_lm import algos
+from jaxrl_lm.distributed import gather, spread
 from jaxrl_lm.evaluate import CORRECT
-from jaxrl_lm.rewards import RewardFunction, RowSteps, columns_of, compute_step_rewards, step_tokens
+from jaxrl_lm.rewards import RewardError, RewardFunction, RowSteps, columns_of, compute_step_rewards, step_tokens
 from jaxrl_lm.rollout import Sampled
 
 
@@ -30,22 +30,30 @@ class StepRewards(NamedTuple):
 def score_steps(
     function: RewardFunction, sampled: Sampled, *, group_size: int, tokenizer: Any, chances: bool
 ) -> StepRewards:
-    """What the function gives the rows, on their tokens. Raises RewardError as `compute_step_rewards`."""
-    steps = compute_step_rewards(
-        function,
-        prompts=sampled.prompts,
-        completions=sampled.texts,
-        completion_ids=sampled.completion_ids,
-        columns=columns_of(sampled.rows),
-        group_ids=[row // group_size for row in range(sampled.count)],
-        chances=chances,
-    )
+    """What the function gives the rows, on their tokens. Of several processes each judges its share of the groups.
+
+    Raises RewardError as `compute_step_rewards`.
+    """
+
+    def judged(groups: range) -> list[RowSteps]:
+        return compute_step_rewards(
+            function,
+            prompts=sampled.prompts,
+            completions=sampled.texts,
+            completion_ids=sampled.completion_ids,
+            columns=columns_of(sampled.rows),
+            group_ids=[row // group_size for row in range(sampled.count)],
+            chances=chances,
+            mine=range(groups.start * group_size, min(groups.stop * group_size, sampled.count)),
+        )
+
+    steps = spread(-(-sampled.count // group_size), judged, raises=RewardError)
     return place_steps(steps, sampled, tokenizer)
 
 
 def place_steps(steps: Sequence[RowSteps], sampled: Sampled, tokenizer: Any) -> StepRewards:
     """The steps on the tokens that they end with; of several on one token the last one counts."""
-    mask = np.asarray(jax.device_get(sampled.rollout.action_mask))
+    mask = gather(sampled.rollout.action_mask)
     rewards, ends, merged = np.zeros(mask.shape, np.float32), np.zeros(mask.shape, bool), 0
     for row, (found, ids, text) in enumerate(zip(steps, sampled.completion_ids, sampled.texts, strict=True)):
         if not found:

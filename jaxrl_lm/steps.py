@@ -18,6 +18,7 @@ from jaxrl_lm import algos
 from jaxrl_lm.batch import BatchRule, Coefficients, Rated
 from jaxrl_lm.config import SamplingConfig
 from jaxrl_lm.credit import Credit, CreditRule, Outcomes
+from jaxrl_lm.distributed import place
 from jaxrl_lm.generate import generate, prepare_decode
 from jaxrl_lm.models import (
     LoraConfig,
@@ -74,7 +75,7 @@ class Steps:
 
     def place(self, tree: Any) -> Any:
         """Host arrays on the mesh, rows split; scalars on every device."""
-        put = lambda x: jax.device_put(x, self.plan.rows if jnp.ndim(x) else self.plan.replicated)
+        put = lambda x: place(x, self.plan.rows if jnp.ndim(x) else self.plan.replicated)
         return jax.tree.map(put, tree)
 
 

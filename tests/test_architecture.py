@@ -9,17 +9,18 @@ PACKAGE = Path(__file__).parents[1] / "jaxrl_lm"
 
 # What a file may import stands on a lower line, or on its own line where that is a package or marked so.
 LAYERS = (
-    ("algorithm_config", "clock", "group_metrics", "masked", "types"),
+    ("algorithm_config", "clock", "distributed", "group_metrics", "launch", "masked", "types"),
     ("config", "metrics"),
     ("fit_config", "tools_config"),
     ("algos", "sharding", "options", "optim", "stops"),
-    ("models", "runs"),
+    ("models",),
     ("sampling", "score"),
     ("credit", "generate", "update"),
     ("batch", "distill", "fit_batches", "fit_objectives", "objectives"),
     ("steps",),
     ("fit_steps",),
     ("data", "report", "checkpoint"),
+    ("runs",),
     ("encode", "rewards", "process_checks"),
     ("sequences",),
     ("packing", "reward_sequences"),
@@ -54,6 +55,8 @@ ONLY = {
     "types": set(),
     "algorithm_config": set(),
     "clock": set(),
+    "distributed": set(),
+    "launch": set(),
     "config": {"algorithm_config"},
     "group_metrics": set(),
     "options": set(),
@@ -62,7 +65,7 @@ ONLY = {
     "report": set(),
     "rewards": {"rewards", "data"},
     "encode": {"data"},
-    "checkpoint": {"types"},
+    "checkpoint": {"distributed", "types"},
 }
 
 COMPILING = ("jit", "pjit", "pmap", "filter_jit")  # jax.jit, nnx.jit, eqx.filter_jit, …

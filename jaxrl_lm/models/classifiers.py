@@ -21,6 +21,7 @@ from jax.sharding import SingleDeviceSharding
 from jaxtyping import Array, Shaped
 from transformers import PreTrainedTokenizerFast
 
+from jaxrl_lm.distributed import place_tree
 from jaxrl_lm.models.config import ModelConfig
 from jaxrl_lm.models.decoder import Model, build
 from jaxrl_lm.models.heads import classifier_specs, head_specs, init_head, stacked, trunk_model, trunk_params
@@ -185,7 +186,7 @@ def load_classifier_start(
             return *_load(path, kind, plan, dtype, compute_dtype), False
     model, params, tokenizer = load(path, plan=plan, dtype=dtype, compute_dtype=compute_dtype)
     head = init_head(model.config, labels=labels, bias=bias, key=key, dtype=dtype)
-    head = jax.device_put(head, _layouts(head_specs(model.config, labels=labels, bias=bias), plan))
+    head = place_tree(head, _layouts(head_specs(model.config, labels=labels, bias=bias), plan))
     return trunk_model(model), {"trunk": trunk_params(params), "head": head}, tokenizer, True
 
 
@@ -224,7 +225,7 @@ def _load(path: Path, kind: Kind, plan: Plan | None, dtype: str, compute_dtype: 
     layouts = _layouts(classifier_specs(model, labels=labels, bias=bias), plan)
     trunk = read_params(source, model.specs, layouts["trunk"], dtype)
     head = {name: value.astype(jnp.dtype(dtype)) for name, value in source.head().items()}
-    return model, {"trunk": trunk, "head": jax.device_put(head, layouts["head"])}, tokenizer
+    return model, {"trunk": trunk, "head": place_tree(head, layouts["head"])}, tokenizer
 
 
 def _layouts(specs: dict[str, Any], plan: Plan | None) -> dict[str, Any]:

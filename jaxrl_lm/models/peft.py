@@ -18,6 +18,7 @@ import jax.numpy as jnp
 import numpy as np
 from safetensors import SafetensorError, safe_open
 
+from jaxrl_lm.distributed import place_tree
 from jaxrl_lm.models import lora
 from jaxrl_lm.models.config import PROJECTIONS, LoraConfig
 from jaxrl_lm.models.decoder import Model
@@ -77,7 +78,7 @@ def read_adapter(directory: str | os.PathLike, model: Model) -> tuple[LoraConfig
     adapter = unflatten(stacks)
     if model.plan is None:
         return config, jax.tree.map(jnp.asarray, adapter)
-    return config, jax.device_put(adapter, model.plan.tree(lora.specs(model, config)))
+    return config, place_tree(adapter, model.plan.tree(lora.specs(model, config)))
 
 
 def _open(path: Path):

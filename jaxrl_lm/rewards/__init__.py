@@ -3,6 +3,7 @@
 from jaxrl_lm.rewards.aggregate import combine, reward_metrics
 from jaxrl_lm.rewards.protocol import (
     SHIPPED,
+    Everywhere,
     RewardError,
     RewardFunction,
     columns_of,
@@ -16,6 +17,7 @@ from jaxrl_lm.rewards.verl import from_verl
 
 __all__ = [
     "SHIPPED",
+    "Everywhere",
     "RewardError",
     "RewardFunction",
     "RowSteps",

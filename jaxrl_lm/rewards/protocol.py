@@ -36,12 +36,23 @@ class RewardError(ValueError):
     """A reward function failed; the message names it, the row and the beginning of the row's prompt."""
 
 
+class Everywhere:
+    """What several processes compute together, such as a model on the mesh: a function of this class gets all rows on
+    every process, where others get those of their own process.
+    """
+
+
 class RewardFunction(NamedTuple):
     """A reward function with its name in metrics and its weight in the sum; weight 0 is computed and logged only."""
 
     name: str
     function: Callable[..., Any]
     weight: float = 1.0
+
+    @property
+    def everywhere(self) -> bool:
+        """Whether all processes must call it together."""
+        return isinstance(getattr(self.function, "func", self.function), Everywhere)  # functools.partial has a func
 
 
 # --- finding --------------------------------------------------------------------------------------------------------
@@ -140,12 +151,14 @@ def compute_rewards(
     completion_ids: Sequence[Sequence[int]],
     columns: Mapping[str, Sequence[Any]],
     group_ids: Sequence[int],
+    mine: range | None = None,
 ) -> Float64[np.ndarray, "N F"]:
     """Each function's value for each row; NaN where it abstains (None) or is not routed to the row.
 
     A row whose prompt is a list of messages gets its completion as [{"role": "assistant", "content": text}], as in TRL.
     Async functions run together while the others run one after the other. A `reward` column routes rows, see `route`;
-    a function sees only its own rows.
+    a function sees only its own rows. `mine`: the rows that this process judges; of the others only functions that are
+    computed `Everywhere` give values.
 
     Raises RewardError where a function raises, asks for a column that is not there, or returns a wrong count, a NaN, an
     infinity or something that is not a number.
@@ -157,10 +170,15 @@ def compute_rewards(
     for call in calls:
         if call.rows:
             call.check_columns()
+    if mine is not None:  # after the checks, which every process must pass before any calls something together
+        for call in calls:
+            call.rows = call.rows if call.everywhere else [row for row in call.rows if row in mine]
     values = np.full((count, len(functions)), np.nan)
-    for f, (call, outcome) in enumerate(zip(calls, run_all(calls), strict=True)):
-        if call.rows:
-            values[call.rows, f] = call.values(outcome)
+    outcomes = run_all(calls)
+    # What is computed together first: a search for the row at fault must be made by all.
+    for f in sorted(range(len(calls)), key=lambda f: not calls[f].everywhere):
+        if calls[f].rows:
+            values[calls[f].rows, f] = calls[f].values(outcomes[f])
     return values
 
 
@@ -200,6 +218,7 @@ class Call:
 
     def __init__(self, reward: RewardFunction, rows: list[int], data: dict[str, list[Any]]):
         self.name, self.function, self.rows, self.data = reward.name, reward.function, rows, data
+        self.everywhere = reward.everywhere
         parameters = inspect.signature(reward.function).parameters.values()
         named = (inspect.Parameter.POSITIONAL_OR_KEYWORD, inspect.Parameter.KEYWORD_ONLY)
         self.required = [p.name for p in parameters if p.kind in named and p.default is p.empty]

@@ -42,27 +42,29 @@ def compute_step_rewards(
     columns: Mapping[str, Sequence[Any]],
     group_ids: Sequence[int],
     chances: bool = False,
+    mine: range | None = None,
 ) -> list[RowSteps]:
     """Each completion's steps; None where the function does not apply.
 
     Where a prompt brings the beginning of the answer, the function gets it with the completion (as reward functions
     do): ends are moved back by it, and steps that end within it are left out, for the policy did not write them.
+    `mine`: the rows that this process judges, whose steps are returned; one that is computed `Everywhere` gets all.
 
     Raises RewardError where the function raises, asks for a column that is not there, or returns a wrong count, ends
     that do not ascend within the text, or a value that is no finite number; with `chances` for one outside [0, 1] too.
     """
+    mine = range(len(prompts)) if mine is None else mine
     call = _StepCall(
         function,
-        list(range(len(prompts))),
+        list(range(len(prompts)) if function.everywhere else mine),
         arguments(prompts, completions, completion_ids, columns, group_ids),
         chances=chances,
     )
     call.check_columns()
-    found = call.values(run_all([call])[0])
-    return [
-        _moved(steps, len(call.text(row)) - len(text))
-        for row, (steps, text) in enumerate(zip(found, completions, strict=True))
-    ]
+    if not call.rows:
+        return []
+    found = dict(zip(call.rows, call.values(run_all([call])[0]), strict=True))
+    return [_moved(found[row], len(call.text(row)) - len(completions[row])) for row in mine]
 
 
 def _moved(steps: RowSteps, begun: int) -> RowSteps:

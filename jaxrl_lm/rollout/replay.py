@@ -12,6 +12,7 @@ from typing import Any, Literal, NamedTuple
 import numpy as np
 from jaxtyping import Bool, Shaped
 
+from jaxrl_lm.distributed import gather
 from jaxrl_lm.rollout.sampler import Sampled
 from jaxrl_lm.rollout.select import join
 from jaxrl_lm.types import Rollout
@@ -68,6 +69,8 @@ class Replay:
                 f"{len(indices)} groups of {group_size}"
             )
         before = len(self._groups)
+        rollout, temperature = gather((sampled.rollout, sampled.temperature))  # once for all groups
+        sampled = sampled._replace(rollout=rollout, temperature=temperature)
         for place, index in enumerate(indices):
             rows = np.arange(place * group_size, (place + 1) * group_size)
             judged = right[rows][valid[rows]]

@@ -12,6 +12,7 @@ import numpy as np
 from jaxtyping import Array, Float
 
 from jaxrl_lm.data import choose_bucket, left_pad
+from jaxrl_lm.distributed import gather, spread
 from jaxrl_lm.encode import EncodedPrompts
 from jaxrl_lm.steps import Steps
 from jaxrl_lm.types import Requests, Rollout
@@ -76,11 +77,12 @@ class Sampler:
         place = self.steps.place
         requests = Requests(*place((tokens, segment_ids)), keys, *place((limits, temperature, np.int32(policy_step))))
         rollout = self.steps.generate(decode_params, requests, self.stops)
-        chosen, mask, logprobs, truncated = jax.device_get(
+        chosen, mask, logprobs, truncated = gather(
             (rollout.tokens, rollout.action_mask, rollout.logprobs, rollout.truncated)
         )
         completion_ids = [chosen[n, mask[n]].tolist() for n in range(count)]
-        texts = self.tokenizer.batch_decode(completion_ids, skip_special_tokens=True)
+        decode = lambda own: self.tokenizer.batch_decode(completion_ids[own.start : own.stop], skip_special_tokens=True)
+        texts = spread(count, decode)
         dataset_rows = [prompts.rows[i] for i in indices for _ in range(self.group_size)]
         return Sampled(
             rollout=rollout,

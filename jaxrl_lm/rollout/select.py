@@ -7,10 +7,10 @@ are drawn: `prompts.py`.
 from collections.abc import Sequence
 from typing import Literal
 
-import jax
 import numpy as np
 from jaxtyping import Bool, Int64, Shaped
 
+from jaxrl_lm.distributed import gather
 from jaxrl_lm.rollout.sampler import Sampled
 from jaxrl_lm.types import Rollout
 
@@ -124,7 +124,7 @@ def join(parts: Sequence[tuple[Sampled, Sequence[int]]], *, rows: int, pad_token
             "join: some rollouts have behaviour_logprobs and some do not: sample all with the same options"
         )
     sources = {id(sampled): sampled for sampled, _ in parts}
-    host = {key: jax.device_get((one.rollout, one.temperature)) for key, one in sources.items()}
+    host = {key: gather((one.rollout, one.temperature)) for key, one in sources.items()}
     width = max(rollout.tokens.shape[1] for rollout, _ in host.values())
     taken = [_take(host[id(sampled)][0], chosen, width, pad_token_id) for sampled, chosen in parts]
     temperature = np.concatenate([host[id(sampled)][1][chosen] for sampled, chosen in parts])

@@ -1,0 +1,155 @@
+"""Several processes that make one run, on JAX's own distributed runtime.
+
+Every process runs the same program and decides the same things from the same numbers. What only one of them knows is
+shared by the functions here: `place` puts host arrays on the mesh (each process its own rows), `gather` brings whole
+arrays to every host, `spread` divides work on the host, `agree` and `any_of` settle what could differ, and `writes`
+says who writes files. With one process each of them does the plain thing.
+
+How the processes start and end: `launch.py`.
+"""
+
+import json
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import jax
+import numpy as np
+from jax.experimental import multihost_utils
+from jax.sharding import Sharding
+
+_SMALLEST = 1 << 10  # bytes of a message between processes; larger ones fill a power of two, each compiles once
+
+
+def several() -> bool:
+    """Whether the run is made by more than one process."""
+    return jax.process_count() > 1
+
+
+def writes() -> bool:
+    """Whether this process writes the run's files and prints."""
+    return jax.process_index() == 0
+
+
+# --- arrays -----------------------------------------------------------------------------------------------------------
+
+
+def place(x: Any, sharding: Sharding) -> jax.Array:
+    """The host's array x on the devices of a sharding; every process has the whole of x and places its own part.
+
+    Typed keys and arrays that lie on devices, this process's or all, may be given too.
+    """
+    if sharding.is_fully_addressable or (isinstance(x, jax.Array) and not x.is_fully_addressable):
+        return jax.device_put(x, sharding)
+    if isinstance(x, jax.Array) and jax.dtypes.issubdtype(x.dtype, jax.dtypes.prng_key):
+        return jax.random.wrap_key_data(place(jax.random.key_data(x), sharding), impl=jax.random.key_impl(x))
+    host = np.asarray(x)
+    return jax.make_array_from_callback(host.shape, sharding, lambda index: host[index])
+
+
+def place_tree(tree: Any, shardings: Any) -> Any:
+    """`place` of every leaf."""
+    return jax.tree.map(place, tree, shardings)
+
+
+def gather(tree: Any) -> Any:
+    """Every array of a tree whole on every host, as numpy arrays. All processes call it at the same place."""
+    if not several():
+        return jax.device_get(tree)
+    return jax.tree.map(_gather_one, tree)
+
+
+def _gather_one(leaf: Any) -> Any:
+    if not isinstance(leaf, jax.Array) or leaf.is_fully_addressable or leaf.is_fully_replicated:
+        return jax.device_get(leaf)
+    return multihost_utils.process_allgather(leaf, tiled=True)
+
+
+# --- what hosts know --------------------------------------------------------------------------------------------------
+
+
+def gather_objects(value: Any) -> list[Any]:
+    """The value of every process in their order; values are JSON, numbers come back bit for bit."""
+    if not several():
+        return [value]
+    data = json.dumps(value).encode()
+    # The number of the process travels along: devices need not be listed in the order of processes.
+    sizes = multihost_utils.process_allgather(np.array([jax.process_index(), len(data)], np.int32))
+    room = max(_SMALLEST, 1 << int(sizes[:, 1].max() - 1).bit_length())
+    buffers = multihost_utils.process_allgather(np.frombuffer(data.ljust(room), np.uint8))
+    found = {int(index): buffers[place, :size].tobytes() for place, (index, size) in enumerate(sizes)}
+    return [json.loads(found[index]) for index in range(jax.process_count())]
+
+
+def agree(value: Any) -> Any:
+    """The first process's value, JSON, on every process."""
+    return gather_objects(value)[0]
+
+
+def any_of(flag: bool) -> bool:
+    """Whether it is so on any process."""
+    return bool(np.any(multihost_utils.process_allgather(np.array([flag])))) if several() else flag
+
+
+def share(count: int) -> range:
+    """Which of `count` things this process does: neighbours, as equally many as possible."""
+    index, processes = jax.process_index(), jax.process_count()
+    return range(count * index // processes, count * (index + 1) // processes)
+
+
+def spread(count: int, function: Callable[[range], list[Any]], *, raises: type[Exception] = ValueError) -> list[Any]:
+    """`function(range(count))`, a list, of which each process computes its `share` and all get the whole.
+
+    Values are JSON. Where the function raises `raises` on a process, every process raises it, naming that one.
+    """
+    if not several():
+        return function(range(count))
+    try:
+        own = {"values": function(share(count))}
+    except raises as error:
+        own = {"error": str(error)}
+    found = gather_objects(own)
+    for index, one in enumerate(found):
+        if "error" in one:
+            raise raises(f"process {index}: {one['error']}")
+    return [value for one in found for value in one["values"]]
+
+
+def first_only(function: Callable[[], Any]) -> None:
+    """Calls the function on the process that writes; every process goes on when it has returned.
+
+    Where it raises OSError, every process does.
+    """
+    error = None
+    if writes():
+        try:
+            function()
+        except OSError as raised:
+            if not several():
+                raise
+            error = str(raised)
+    if several() and (error := agree(error)) is not None:
+        raise OSError(error)
+
+
+def check_same(facts: dict[str, str], *, what: str) -> None:
+    """Raises ValueError, naming the fact and the processes, where a fact of this process is not that of the first one."""
+    found = gather_objects(facts)
+    for name in found[0]:
+        differing = [index for index, one in enumerate(found) if one.get(name) != found[0][name]]
+        if differing:
+            other = found[differing[0]]
+            raise ValueError(
+                f"{what}: processes {', '.join(map(str, differing))} have {name} = {other.get(name)}, and process 0 has "
+                f"{found[0][name]}: start every process with the same files and options"
+            )
+
+
+def check_shared(directory: Path) -> None:
+    """Raises ValueError where a directory that the first process made is not seen by every process."""
+    missing = [index for index, seen in enumerate(gather_objects(directory.is_dir())) if not seen]
+    if missing:
+        raise ValueError(
+            f"output_dir: {directory}, made by process 0, is not there on processes {', '.join(map(str, missing))}: give a "
+            "directory on a file system that all hosts share"
+        )

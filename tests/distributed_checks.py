@@ -1,0 +1,103 @@
+"""What each of two processes checks of `jaxrl_lm.distributed`, and how one that fails takes the other along.
+
+python tests/distributed_checks.py ADDRESS PROCESS MODEL DATASET OUTPUT_DIR
+"""
+
+import sys
+
+import jax
+import numpy as np
+
+from jaxrl_lm import GRPOConfig, distributed, launch
+from jaxrl_lm.prepare import prepare
+from jaxrl_lm.sharding import Plan, make_mesh
+
+
+class RowError(ValueError):
+    pass
+
+
+def error_of(function):
+    try:
+        function()
+    except (ValueError, OSError) as error:
+        return error
+    raise AssertionError("nothing was raised")
+
+
+def check_arrays(me):
+    plan, x = Plan(make_mesh({"fsdp": 2, "tensor": 2})), np.arange(24, dtype=np.float32).reshape(8, 3)
+    placed = distributed.place(x, plan.rows)
+    mine = sorted({(shard.index[0].start or 0, shard.data.shape) for shard in placed.addressable_shards})
+    assert mine == [(4 * me, (4, 3))], mine  # half of the rows, whole on the two devices of this process
+    assert not placed.is_fully_addressable
+    whole = distributed.gather({"rows": placed, "local": jax.numpy.ones(2), "host": x, "none": None})
+    np.testing.assert_array_equal(whole["rows"], x)
+    np.testing.assert_array_equal(whole["local"], [1.0, 1.0])
+    assert whole["host"] is x
+    assert whole["none"] is None
+    for value in (np.float32(0.5), jax.numpy.arange(3), placed):
+        everywhere = distributed.place(value, plan.replicated)
+        np.testing.assert_array_equal(distributed.gather(everywhere), distributed.gather(value))
+    keys = distributed.place(jax.random.split(jax.random.key(7), 4), plan.rows)
+    np.testing.assert_array_equal(
+        distributed.gather(jax.random.key_data(keys)), jax.random.key_data(jax.random.split(jax.random.key(7), 4))
+    )
+
+
+def check_words(me):
+    long = "ü" * (5000 * me)  # messages of different sizes, beyond the smallest
+    value = {"process": me, "numbers": [0.1 + me, float("nan"), 1e-308], "text": long}
+    found = distributed.gather_objects(value)
+    assert [one["process"] for one in found] == [0, 1]
+    assert found[1]["text"] == "ü" * 5000
+    assert found[1]["numbers"][0] == 1.1
+    assert np.isnan(found[0]["numbers"][1])
+    assert distributed.agree(me) == 0
+    assert distributed.any_of(me == 1)
+    assert not distributed.any_of(False)
+    assert distributed.share(5) == (range(0, 2), range(2, 5))[me]
+    assert distributed.share(1) == (range(0, 0), range(0, 1))[me]
+    assert distributed.spread(5, lambda rows: [row * row for row in rows]) == [0, 1, 4, 9, 16]
+    calls = []
+    distributed.first_only(lambda: calls.append(1))
+    assert len(calls) == (1, 0)[me] == (1 if distributed.writes() else 0)
+
+
+def check_errors(me):
+    def fails(rows):
+        if 3 in rows:
+            raise RowError("row 3 is bad")
+        return list(rows)
+
+    error = error_of(lambda: distributed.spread(4, fails, raises=RowError))
+    assert type(error) is RowError, error
+    assert str(error) == "process 1: row 3 is bad", error
+
+    def full():
+        raise OSError("disk full")
+
+    assert "disk full" in str(error_of(lambda: distributed.first_only(full)))
+    error = error_of(lambda: distributed.check_same({"a": "1", "b": str(me)}, what="facts"))
+    assert str(error).startswith("facts: processes 1 have b = 1, and process 0 has 0"), error
+
+
+def main(address, process, model, dataset, output_dir):
+    jax.config.update("jax_num_cpu_devices", 2)
+    me = int(process)
+    launch.start(coordinator_address=address, num_processes=2, process_id=me, start_timeout=100, heartbeat_timeout=100)
+    with launch.ending_together("checks"):
+        check_arrays(me)
+        check_words(me)
+        check_errors(me)
+        options = {"model": model, "dataset": dataset, "reward": ("arithmetic",), "output_dir": output_dir}
+        error = error_of(lambda: prepare(GRPOConfig(**options, learning_rate=(1e-3, 5e-1)[me])))
+        assert "processes 1 have learning_rate = 0.5, and process 0 has 0.001" in str(error), error
+        print("all checks passed", flush=True)
+        if me == 1:
+            raise ValueError("a row that only process 1 has")
+        distributed.agree(None)  # process 1 never comes
+
+
+if __name__ == "__main__":
+    main(*sys.argv[1:])
