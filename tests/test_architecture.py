@@ -9,7 +9,7 @@ PACKAGE = Path(__file__).parents[1] / "jaxrl_lm"
 
 # What a file may import stands on a lower line, or on its own line where that is a package or marked so.
 LAYERS = (
-    ("algorithm_config", "clock", "group_metrics", "masked", "types"),
+    ("algorithm_config", "clock", "flops", "group_metrics", "hlo", "masked", "topologies", "types"),
     ("config", "metrics"),
     ("fit_config", "tools_config"),
     ("algos", "sharding", "options", "optim", "stops"),
@@ -28,6 +28,11 @@ LAYERS = (
     ("assemble", "evaluate", "host", "reward_model"),
     ("fit", "process_model"),
     ("prepare", "step_rewards"),
+    ("plan_config",),
+    ("plan_steps",),
+    ("plan_report",),
+    ("plan_estimate", "plan_table"),
+    ("plan",),
     ("fit_prepare",),
     ("collect",),
     ("learn", "online_pairs"),
@@ -54,6 +59,9 @@ ONLY = {
     "types": set(),
     "algorithm_config": set(),
     "clock": set(),
+    "flops": set(),
+    "hlo": set(),
+    "topologies": set(),
     "config": {"algorithm_config"},
     "group_metrics": set(),
     "options": set(),
