@@ -17,7 +17,7 @@ def count_flops(jaxpr: Jaxpr | ClosedJaxpr, *, while_trips: int | None = None) -
     without it.
     """
     jaxpr = jaxpr.jaxpr if isinstance(jaxpr, ClosedJaxpr) else jaxpr
-    return sum(_equation_flops(equation, while_trips) for equation in jaxpr.eqns)
+    return math.fsum(_equation_flops(equation, while_trips) for equation in jaxpr.eqns)
 
 
 def _equation_flops(equation: Any, while_trips: int | None) -> float:
@@ -30,12 +30,12 @@ def _equation_flops(equation: Any, while_trips: int | None) -> float:
         raise ValueError("convolutions are not counted: this package has none")
     inner = [count_flops(value, while_trips=while_trips) for value in _jaxprs(params)]
     if name == "scan":
-        return params["length"] * sum(inner)
+        return params["length"] * math.fsum(inner)
     if name == "while":
-        if sum(inner) and while_trips is None:
+        if math.fsum(inner) and while_trips is None:
             raise ValueError("a while loop with matrix products: say how often it runs (while_trips)")
-        return (while_trips or 0) * sum(inner)
-    return max(inner, default=0.0) if name == "cond" else sum(inner)
+        return (while_trips or 0) * math.fsum(inner)
+    return max(inner, default=0.0) if name == "cond" else math.fsum(inner)
 
 
 def _jaxprs(params: dict[str, Any]) -> list[Any]:

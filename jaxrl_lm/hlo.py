@@ -114,7 +114,7 @@ def arrays(shape: str, *, fast: bool = True) -> list[float]:
     for dtype, sizes, layout in _ARRAY.findall(shape):
         space = re.search(r"S\((\d+)\)", layout)
         if dtype in BYTES and (fast or space is None or space[1] == "0"):
-            found.append(BYTES[dtype] * math.prod(int(size) for size in sizes.split(",") if size))
+            found.append(float(BYTES[dtype]) * math.prod(int(size) for size in sizes.split(",") if size))
     return found
 
 
@@ -184,7 +184,7 @@ def collectives(module: Module) -> list[Collective]:
             devices = _group_size(one.rest)
             whole = max((size for size in arrays(one.shape)), default=0.0)
             if one.opcode == kind:  # a synchronous one may take several arrays
-                whole = sum(arrays(one.shape))
+                whole = math.fsum(arrays(one.shape))
             if one.opcode == "reduce-scatter":
                 whole *= devices
             one = Collective(kind, whole, devices, counts[owners[name]], one.op_name)
@@ -234,8 +234,8 @@ def memory_traffic(module: Module) -> float:
         if one.opcode not in ("while", "conditional", "call")
         for called in one.called
     }
-    return sum(
-        count * sum(_moved(module, name, one) for one in module.computations[name].values())
+    return math.fsum(
+        count * math.fsum(_moved(module, name, one) for one in module.computations[name].values())
         for name, count in counts.items()
         if name not in fused
     )
@@ -249,19 +249,19 @@ def _moved(module: Module, name: str, one: Instruction) -> float:
     if one.opcode == "slice-start":  # its shape holds the whole operand beside the slice
         return sorted(arrays(one.shape))[-2]
     if one.opcode.endswith("-start"):  # its shape holds the operand and the result
-        return sum(arrays(one.shape, fast=False))
-    in_memory = lambda operand: sum(arrays(inside[operand].shape, fast=False)) > 0
+        return math.fsum(arrays(one.shape, fast=False))
+    in_memory = lambda operand: math.fsum(arrays(inside[operand].shape, fast=False)) > 0
     if one.opcode == "fusion":
         fusion = one.called[0]
-        read = sum(_read(module, fusion, n) for n, operand in enumerate(one.operands) if in_memory(operand))
-        return read + min(sum(arrays(one.shape, fast=False)), _written(module, fusion))
+        read = math.fsum(_read(module, fusion, n) for n, operand in enumerate(one.operands) if in_memory(operand))
+        return read + min(math.fsum(arrays(one.shape, fast=False)), _written(module, fusion))
     if one.opcode in ("dynamic-slice", "slice", "gather"):
-        return 2 * sum(arrays(one.shape, fast=False))
+        return 2 * math.fsum(arrays(one.shape, fast=False))
     if one.opcode in ("dynamic-update-slice", "scatter"):
         update = one.operands[1 if one.opcode == "dynamic-update-slice" else 2]
-        return 2 * sum(arrays(inside[update].shape))
-    read = sum(sum(arrays(inside[operand].shape, fast=False)) for operand in one.operands)
-    return read + sum(arrays(one.shape, fast=False))
+        return 2 * math.fsum(arrays(inside[update].shape))
+    read = math.fsum(math.fsum(arrays(inside[operand].shape, fast=False)) for operand in one.operands)
+    return read + math.fsum(arrays(one.shape, fast=False))
 
 
 def _read(module: Module, computation: str, number: int) -> float:
@@ -276,14 +276,14 @@ def _read(module: Module, computation: str, number: int) -> float:
         if one.opcode == "bitcast":
             names.add(one.name)
         elif one.opcode in ("dynamic-slice", "slice", "gather") and uses == [0]:
-            total += sum(arrays(one.shape))
+            total += math.fsum(arrays(one.shape))
         elif one.opcode == "fusion":
-            total += sum(_read(module, one.called[0], place) for place in uses)
+            total += math.fsum(_read(module, one.called[0], place) for place in uses)
         elif one.opcode in _PASSED or (one.opcode == "dynamic-update-slice" and uses == [0]):
             continue
         else:
-            return sum(arrays(parameter.shape))
-    return min(total, sum(arrays(parameter.shape)))
+            return math.fsum(arrays(parameter.shape))
+    return min(total, math.fsum(arrays(parameter.shape)))
 
 
 def _written(module: Module, computation: str) -> float:
@@ -292,14 +292,14 @@ def _written(module: Module, computation: str) -> float:
 
     def of(one: Instruction) -> float:
         if one.opcode == "tuple":
-            return sum(of(inside[operand]) for operand in one.operands)
+            return math.fsum(of(inside[operand]) for operand in one.operands)
         if one.opcode in ("bitcast", "copy") and one.operands[0] in inside:
             return of(inside[one.operands[0]])
         if one.opcode == "dynamic-update-slice":
-            return sum(arrays(inside[one.operands[1]].shape))
+            return math.fsum(arrays(inside[one.operands[1]].shape))
         if one.opcode == "fusion":
-            return min(sum(arrays(one.shape, fast=False)), _written(module, one.called[0]))
-        return 0.0 if one.opcode in _PASSED else sum(arrays(one.shape, fast=False))
+            return min(math.fsum(arrays(one.shape, fast=False)), _written(module, one.called[0]))
+        return 0.0 if one.opcode in _PASSED else math.fsum(arrays(one.shape, fast=False))
 
     return of(next(one for one in inside.values() if one.root))
 
@@ -325,7 +325,7 @@ def largest_buffers(module: Module, *, count: int = 8) -> list[Buffer]:
                 if one.opcode not in _FREE and not one.opcode.endswith("-start")
                 for plain in _main_memory(one.shape)
             )
-    buffers = [Buffer(shape, sum(arrays(shape)), times, origin) for (shape, origin), times in found.items()]
+    buffers = [Buffer(shape, math.fsum(arrays(shape)), times, origin) for (shape, origin), times in found.items()]
     return sorted(buffers, key=lambda one: -one.bytes)[:count]
 
 

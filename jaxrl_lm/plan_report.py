@@ -122,10 +122,11 @@ def measure(
     chip, memory = topology.chip, compiled.memory_analysis()
     module = hlo.parse(compiled.as_text())
     found, uncounted = hlo.collectives(module), hlo.runs(module)[1]
-    outputs = memory.output_size_in_bytes - memory.alias_size_in_bytes
-    beside = sum(map(device_bytes, step.beside.values()))
-    code = memory.generated_code_size_in_bytes
-    used = memory.argument_size_in_bytes + memory.temp_size_in_bytes + outputs + code + beside
+    arguments, temporaries = float(memory.argument_size_in_bytes), float(memory.temp_size_in_bytes)
+    outputs = float(memory.output_size_in_bytes - memory.alias_size_in_bytes)
+    beside = math.fsum(map(device_bytes, step.beside.values()))
+    code = float(memory.generated_code_size_in_bytes)
+    used = arguments + temporaries + outputs + code + beside
     flops, traffic = traced_flops(traced, config, topology.count), hlo.memory_traffic(module)
     return StepReport(
         name=step.name,
@@ -133,8 +134,8 @@ def measure(
         fits=used <= chip.hbm,
         used=used,
         available=chip.hbm,
-        arguments=memory.argument_size_in_bytes,
-        temporaries=memory.temp_size_in_bytes,
+        arguments=arguments,
+        temporaries=temporaries,
         outputs=outputs,
         code=code,
         beside=beside,
@@ -159,7 +160,7 @@ def out_of_memory(step: PlannedStep, message: str, topology: Topology, *, second
     if sizes is None:
         raise ValueError(f"{step.name} does not compile for {topology.name}: {message.strip().splitlines()[0][:400]}")
     used, available = (float(sizes[n]) * _UNITS[sizes[n + 1]] for n in (1, 3))
-    arguments, beside = (sum(map(device_bytes, trees.values())) for trees in (step.arguments, step.beside))
+    arguments, beside = (math.fsum(map(device_bytes, trees.values())) for trees in (step.arguments, step.beside))
     rows = named_leaves(step.arguments | step.beside)[:SHOWN]
     pattern = r'Size: ([\d.]+)([KMGT]?)\s+Operator: op_name="([^"]*)"[^\n]*\s+Shape: (\S+)'
     for size, unit, op_name, shape in re.findall(pattern, message):

@@ -10,7 +10,7 @@ import os
 import re
 from typing import Any
 
-GB, GIB = 10**9, 1 << 30
+GB, GIB = 1e9, float(1 << 30)
 
 
 @dataclasses.dataclass(frozen=True)
