@@ -206,10 +206,7 @@ def step_collectives(config: PlanConfig, model: ModelConfig, mesh: dict[str, int
 
 
 def candidate_meshes(config: PlanConfig, model: ModelConfig, devices: int) -> list[dict[str, int]]:
-    """Meshes of fsdp and tensor that divide rows, prompts, microbatches and heads, the least tensor axis first.
-
-    Raises ValueError where there is none.
-    """
+    """Meshes of fsdp and tensor that divide rows, prompts, microbatches and heads, the least tensor axis first."""
     work, found, tensor = work_of(config, model), [], 1
     while tensor <= devices:
         fsdp, heads = devices // tensor, (model.num_heads, model.num_kv_heads)
@@ -218,18 +215,21 @@ def candidate_meshes(config: PlanConfig, model: ModelConfig, devices: int) -> li
         if divides and all(size % tensor == 0 for size in heads):
             found.append({"fsdp": fsdp, "tensor": tensor})
         tensor *= 2
-    if not found:
-        raise ValueError(
-            f"no mesh of fsdp × tensor fits {devices} devices: prompts_per_step={work.prompts} and "
-            f"microbatch_completions={work.micro} must be multiples of fsdp, num_kv_heads={model.num_kv_heads} of tensor; "
-            "raise prompts_per_step, or give --mesh with a data axis"
-        )
     return found
 
 
 def choose_mesh(config: PlanConfig, model: ModelConfig, topology: Topology) -> dict[str, int]:
-    """The candidate with the least tensor axis that fits by estimate, with a tenth to spare; else the last."""
-    meshes = candidate_meshes(config, model, topology.count)
+    """The candidate with the least tensor axis that fits by estimate, with a tenth to spare; else the last.
+
+    Raises ValueError where there is no candidate.
+    """
+    meshes, work = candidate_meshes(config, model, topology.count), work_of(config, model)
+    if not meshes:
+        raise ValueError(
+            f"no mesh of fsdp × tensor fits {topology.count} devices: prompts_per_step={work.prompts} and "
+            f"microbatch_completions={work.micro} must be multiples of fsdp, num_kv_heads={model.num_kv_heads} of tensor; "
+            "raise prompts_per_step, or give --mesh with a data axis"
+        )
     for mesh in meshes:
         memory = step_memory(config, model, mesh)
         if all(sum(parts) <= 0.9 * topology.chip.hbm for parts in memory.values()):

@@ -7,7 +7,7 @@ import json
 import jax
 import jax.numpy as jnp
 import pytest
-from jax.sharding import AbstractMesh, AxisType
+from jax.sharding import AxisType
 
 from jaxrl_lm import cli, hlo
 from jaxrl_lm.flops import count_flops
@@ -17,7 +17,7 @@ from jaxrl_lm.plan_estimate import choose_mesh, parameters, step_flops, step_mem
 from jaxrl_lm.plan_report import network_seconds, out_of_memory
 from jaxrl_lm.plan_steps import PlannedStep, device_bytes, trace_steps
 from jaxrl_lm.plan_table import to_json, to_text
-from jaxrl_lm.sharding import Plan
+from jaxrl_lm.sharding import Plan, make_mesh
 from jaxrl_lm.topologies import GIB, TPUS, parse_topology
 
 TINY = {
@@ -43,8 +43,8 @@ def tiny(tmp_path):
     return lambda **changed: PlanConfig(**{"model": str(path), **OPTIONS, **changed})
 
 
-def abstract_plan(data=1, fsdp=2, tensor=2):
-    return Plan(AbstractMesh((data, fsdp, tensor), ("data", "fsdp", "tensor"), axis_types=(AxisType.Auto,) * 3))
+def four_devices(fsdp=2, tensor=2):
+    return Plan(make_mesh({"fsdp": fsdp, "tensor": tensor}, devices=jax.devices()[:4]))
 
 
 # --- parameters and FLOPs ---------------------------------------------------------------------------------------------
@@ -95,7 +95,7 @@ def test_the_flops_of_our_steps_are_those_counted_by_hand(tiny, remat):
     config = tiny(remat=remat, mesh={"fsdp": 2, "tensor": 2})
     model = open_model_config(config.model)
     found = step_flops(config, model)
-    for name, step in trace_steps(config, model, abstract_plan()).items():
+    for name, step in trace_steps(config, model, four_devices()).items():
         if name != "prepare_decode":
             counted = count_flops(step.trace().jaxpr, while_trips=config.max_completion_length - 1)
             assert counted == pytest.approx(found[name], rel=1e-12), name
@@ -111,7 +111,7 @@ def test_the_flops_of_our_steps_are_those_counted_by_hand(tiny, remat):
 def test_the_memory_of_arguments_is_that_of_the_layouts(tiny):
     config = tiny(mesh={"fsdp": 2, "tensor": 2}, beta=0.1)
     model = open_model_config(config.model)
-    steps = trace_steps(config, model, abstract_plan())
+    steps = trace_steps(config, model, four_devices())
     weights = parameters(model)
     norms = 7 * 128  # stand whole on every device
     split = (weights - norms) / 4 + norms
@@ -123,14 +123,14 @@ def test_the_memory_of_arguments_is_that_of_the_layouts(tiny):
     estimated = step_memory(config, model, config.mesh)
     assert estimated["update"][0] == pytest.approx(16 * split, rel=0.02)
     assert steps["score"].runs == 1  # of the reference
-    assert trace_steps(tiny(mesh=config.mesh), model, abstract_plan())["score"].runs == 0
+    assert trace_steps(tiny(mesh=config.mesh), model, four_devices())["score"].runs == 0
 
 
 def test_a_critic_and_an_implicit_model_are_planned(tiny):
     steps = trace_steps(
         tiny(mesh={"fsdp": 2, "tensor": 2}, critic="separate", preset="ppo"),
         open_model_config(tiny().model),
-        abstract_plan(),
+        four_devices(),
     )
     assert list(steps) == ["prepare_decode", "generate", "score", "values", "update"]
     assert {"params.policy", "params.critic"} <= set(steps["update"].arguments)
@@ -433,9 +433,9 @@ def test_a_mistake_is_named(tiny, case):
 def test_sizes_that_do_not_divide_are_named(tiny):
     model = open_model_config(tiny().model)
     with pytest.raises(ValueError, match="num_kv_heads=2"):
-        trace_steps(tiny(), model, abstract_plan(fsdp=1, tensor=4))
+        trace_steps(tiny(), model, four_devices(fsdp=1, tensor=4))
     with pytest.raises(ValueError, match="prompts_per_step=2 does not divide over the 4 devices"):
-        trace_steps(tiny(prompts_per_step=2, num_generations=4), model, abstract_plan(fsdp=4, tensor=1))
+        trace_steps(tiny(prompts_per_step=2, num_generations=4), model, four_devices(fsdp=4, tensor=1))
 
 
 # --- compiled for a TPU that nobody owns ------------------------------------------------------------------------------
@@ -454,7 +454,7 @@ def test_a_tiny_plan_is_compiled_for_a_tpu(tiny):
     assert list(steps) == ["prepare_decode", "generate", "score", "update"]
     assert report["fits"]
     assert sum("compiling for v5e:2x2" in line for line in said) == 4
-    planned = trace_steps(config, open_model_config(config.model), abstract_plan())
+    planned = trace_steps(config, open_model_config(config.model), four_devices())
     for name, step in steps.items():
         assert step.error is None
         assert not step.uncounted_loops
