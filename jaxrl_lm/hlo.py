@@ -268,22 +268,26 @@ def _read(module: Module, computation: str, number: int) -> float:
     """Bytes that a fused computation reads of its operand of this number."""
     inside = module.computations[computation]
     parameter = next(x for x in inside.values() if x.opcode == "parameter" and re.match(rf"{number}\b", x.rest))
-    names, total = {parameter.name}, 0.0
+    whole, total = math.fsum(arrays(parameter.shape)), 0.0
+    updated = {parameter.name: False}  # names of the operand, and whether it has been updated in place under this one
     for one in inside.values():  # in order: an alias stands before its uses
-        uses = [place for place, operand in enumerate(one.operands) if operand in names]
+        uses = [place for place, operand in enumerate(one.operands) if operand in updated]
         if not uses:
             continue
+        changed = updated[one.operands[uses[0]]]
         if one.opcode == "bitcast":
-            names.add(one.name)
+            updated[one.name] = changed
+            if one.root and not changed:  # handed to the surrounding fusion, which works on it
+                return whole
+        elif one.opcode == "dynamic-update-slice" and uses == [0]:
+            updated[one.name] = True
         elif one.opcode in ("dynamic-slice", "slice", "gather") and uses == [0]:
             total += math.fsum(arrays(one.shape))
         elif one.opcode == "fusion":
             total += math.fsum(_read(module, one.called[0], place) for place in uses)
-        elif one.opcode in _PASSED or (one.opcode == "dynamic-update-slice" and uses == [0]):
-            continue
-        else:
-            return math.fsum(arrays(parameter.shape))
-    return min(total, math.fsum(arrays(parameter.shape)))
+        elif one.opcode not in _PASSED:
+            return whole
+    return min(total, whole)
 
 
 def _written(module: Module, computation: str) -> float:

@@ -271,6 +271,31 @@ def test_traffic_counts_the_slice_that_a_loop_reads_and_no_on_chip_memory():
   ROOT %dus = f32[100,8]{1,0} dynamic-update-slice(%p, %u, %i, %i)
 }"""
     assert hlo.memory_traffic(hlo.parse(update)) == 2 * 8 * 4
+    attention = """%handed (p.1: f32[100,8]) -> f32[800] {
+  %p.1 = f32[100,8]{1,0} parameter(0)
+  ROOT %b = f32[800]{0} bitcast(%p.1)
+}
+
+%cache (p.2: f32[100,8], u.2: f32[1,8], i.2: s32[], w: f32[100,8]) -> (f32[100,8], f32[8]) {
+  %p.2 = f32[100,8]{1,0} parameter(0)
+  %u.2 = f32[1,8]{1,0} parameter(1)
+  %i.2 = s32[] parameter(2)
+  %w = f32[100,8]{1,0} parameter(3)
+  %dus = f32[100,8]{1,0} dynamic-update-slice(%p.2, %u.2, %i.2, %i.2)
+  %flat = f32[800]{0} fusion(%w), kind=kLoop, calls=%handed
+  %dot = f32[8]{0} convolution(%dus, %flat), dim_labels=bf_io->bf
+  ROOT %both = (f32[100,8]{1,0}, f32[8]{0}) tuple(%dus, %dot)
+}
+
+ENTRY %e (p: f32[100,8], u: f32[1,8], i: s32[], v: f32[100,8]) -> (f32[100,8], f32[8]) {
+  %p = f32[100,8]{1,0} parameter(0)
+  %u = f32[1,8]{1,0} parameter(1)
+  %i = s32[] parameter(2)
+  %v = f32[100,8]{1,0} parameter(3)
+  ROOT %f = (f32[100,8]{1,0}, f32[8]{0}) fusion(%p, %u, %i, %v), kind=kOutput, calls=%cache
+}"""
+    read, written = 2 * 100 * 8 * 4 + 8 * 4 + 4, 8 * 4 + 8 * 4  # the cache and the weights whole, the new row alone
+    assert hlo.memory_traffic(hlo.parse(attention)) == read + written
 
 
 def test_buffers_are_named_by_shape_and_origin():
