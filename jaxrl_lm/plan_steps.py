@@ -70,7 +70,7 @@ def device_bytes(tree: Any) -> float:
     def one(leaf) -> float:
         shape = leaf.sharding.shard_shape(leaf.shape) if leaf.sharding is not None else leaf.shape
         size = 8 if jax.dtypes.issubdtype(leaf.dtype, jax.dtypes.prng_key) else leaf.dtype.itemsize
-        return math.prod(shape) * size
+        return float(math.prod(shape) * size)
 
     return float(sum(one(leaf) for leaf in jax.tree.leaves(tree)))
 
@@ -82,11 +82,6 @@ def trace_steps(config: PlanConfig, model_config: ModelConfig, plan: Plan) -> di
     """
     check_plannable(config)
     check(config, plan.batch_ways)
-    if config.prompts_per_step % plan.batch_ways:
-        raise ValueError(
-            f"prompts_per_step={config.prompts_per_step} does not divide over the {plan.batch_ways} devices of the "
-            "mesh's batch axes (data, fsdp)"
-        )
     model = build(with_machine_defaults(config, model_config), plan=plan)
     algorithm = resolve_algorithm(config)
     sampling = SamplingConfig(
