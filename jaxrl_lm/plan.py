@@ -103,10 +103,14 @@ def _compile(
         return report
     seconds = time.perf_counter() - start
     report = measure(step, traced, compiled, config, topology, seconds=seconds)
-    ours = traced_flops(traced, config, topology.count, once=True)
-    counted = (compiled.cost_analysis() or {}).get("flops")
     say(f"{step.name}: {report.used / GIB:.1f} of {report.available / GIB:.1f} GiB ({seconds:.0f} s)")
-    return dataclasses.replace(report, flops_ratio=None if not counted or not ours else counted / ours)
+    if (
+        step.name != "generate"
+    ):  # the only one whose layers are no loop: of a loop the compiler counts one run, or several
+        return report
+    counted = (compiled.cost_analysis() or {}).get("flops")
+    ours = traced_flops(traced, config, topology.count, once=True)
+    return dataclasses.replace(report, flops_ratio=counted / ours if counted else None)
 
 
 def suggest(

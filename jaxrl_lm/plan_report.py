@@ -38,7 +38,7 @@ class StepReport:
     largest: tuple[tuple[str, str, float], ...] = ()  # (name, shape on a device, bytes)
     collectives: tuple[tuple[str, int, float, float], ...] = ()  # (kind, devices of a group, runs, bytes in all)
     flops: float = 0.0
-    flops_ratio: float | None = None  # the compiler's count over ours, loops once: above 1 is work that is repeated
+    flops_ratio: float | None = None  # of generate: the compiler's count over ours, one token; above 1 is repeated work
     traffic: float = 0.0  # bytes from and to main memory
     seconds: dict[str, float] = dataclasses.field(default_factory=dict)  # compute, HBM, network
     compile_seconds: float = 0.0
@@ -110,7 +110,7 @@ def largest(step: PlannedStep, module: hlo.Module | None) -> tuple[tuple[str, st
 
 
 def traced_flops(traced: Any, config: PlanConfig, devices: int, *, once: bool = False) -> float:
-    """FLOPs of a traced step on one device; the decode loop counted to its limit, or every while loop once."""
+    """FLOPs of a traced step on one device; the decode loop counted to its limit, or once."""
     trips = 1 if once else max(config.max_completion_length - 1, 1)
     return count_flops(traced.jaxpr, while_trips=trips) / devices
 

@@ -484,9 +484,8 @@ def test_a_tiny_plan_is_compiled_for_a_tpu(tiny):
         assert step.error is None
         assert not step.uncounted_loops
         ours = sum(map(device_bytes, planned[name].arguments.values()))
-        assert step.arguments == pytest.approx(ours, rel=0.2), name  # the compiler's has tiles and keys
-        if name != "prepare_decode":
-            assert step.flops_ratio == pytest.approx(1.0, abs=0.25), name
+        assert ours <= step.arguments <= 1.5 * ours, name  # the compiler fills up tiles of 8 × 128
+    assert steps["generate"].flops_ratio == pytest.approx(1.0, abs=0.25)
     gathered = [size for kind, _, _, size in steps["generate"].collectives if kind == "all-gather"]
     assert sum(gathered) < 4 * parameters(open_model_config(config.model)) * config.max_completion_length
     assert any(kind in ("all-gather", "collective-permute") for kind, *_ in steps["update"].collectives)
