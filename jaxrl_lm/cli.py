@@ -5,11 +5,14 @@ Every command takes `--config FILE.toml` and any key as `--key value`; `--help` 
 """
 
 import dataclasses
+import json
 import logging
 import os
 import sys
 from collections.abc import Callable, Sequence
 from typing import Any
+
+import jax
 
 from jaxrl_lm.config import (
     DistributedOptions,
@@ -31,6 +34,9 @@ from jaxrl_lm.label_steps import labels_message, run_label_steps
 from jaxrl_lm.launch import ending_together, start
 from jaxrl_lm.loop import train
 from jaxrl_lm.options import nearest, parse
+from jaxrl_lm.plan import run_plan
+from jaxrl_lm.plan_config import PlanConfig
+from jaxrl_lm.plan_table import to_json, to_text
 from jaxrl_lm.recipe import run_recipe
 from jaxrl_lm.recipe_file import parse_recipe
 from jaxrl_lm.reward_fit import train_prm, train_reward
@@ -160,10 +166,18 @@ def search(argv: Sequence[str]) -> None:
     print(search_table(run_search(_read(SearchConfig, argv, search, several=False))))
 
 
+def plan(argv: Sequence[str]) -> None:
+    """Say what a run would need on a TPU slice or on GPUs, without either"""
+    config = parse(PlanConfig, argv, prog="jaxrl-lm plan", description=plan.__doc__)
+    jax.config.update("jax_platforms", "cpu")  # the devices of a plan are descriptions: no accelerator is opened
+    report = run_plan(config)
+    print(json.dumps(to_json(report), indent=2) if config.json else to_text(report))
+
+
 def recipe(argv: Sequence[str]) -> None:
     """Run the stages of a file, one after another, from where they stopped"""
-    plan, until = parse_recipe(argv)
-    run_recipe(plan, STAGES, until=until)
+    stages, until = parse_recipe(argv)
+    run_recipe(stages, STAGES, until=until)
 
 
 def lab(argv: Sequence[str]) -> None:
@@ -185,6 +199,7 @@ COMMANDS: dict[str, Callable[[Sequence[str]], None]] = {
     "traces": traces,
     "label-steps": label_steps,
     "search": search,
+    "plan": plan,
     "recipe": recipe,
     "lab": lab,
 }

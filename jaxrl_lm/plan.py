@@ -1,0 +1,161 @@
+"""`jaxrl-lm plan`: from options and a topology to a report of what a run would need, before anybody pays for it.
+
+Every step is compiled for the topology by its own compiler (`plan_steps.py`), its numbers are read from what comes out
+(`plan_report.py`); GPUs are estimated (`plan_estimate.py`). What does not fit is changed and tried again.
+"""
+
+import dataclasses
+import os
+import sys
+import time
+from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
+from typing import Any
+
+import jax
+
+from jaxrl_lm.models import ModelConfig
+from jaxrl_lm.plan_config import PlanConfig, open_model_config
+from jaxrl_lm.plan_estimate import candidate_meshes, choose_mesh, estimate, parameters
+from jaxrl_lm.plan_report import StepReport, measure, out_of_memory, run_numbers, traced_flops
+from jaxrl_lm.plan_steps import PlannedStep, check_plannable, trace_steps
+from jaxrl_lm.sharding import Plan, make_mesh
+from jaxrl_lm.topologies import GIB, Topology, parse_topology, topology_devices
+
+Say = Callable[[str], None]
+
+
+def to_stderr(message: str) -> None:
+    print(message, file=sys.stderr, flush=True)
+
+
+def run_plan(config: PlanConfig, *, say: Say = to_stderr) -> dict[str, Any]:
+    """The report as a dict; `plan_table.py` writes it. `say` hears of the progress.
+
+    Raises ValueError or FileNotFoundError for options, models and topologies that do not exist or do not go together,
+    ImportError where the TPU compiler is needed and not installed.
+    """
+    topology, model = parse_topology(config.topology), open_model_config(config.model)
+    check_plannable(config)
+    notes = []
+    if not config.mesh:
+        config = dataclasses.replace(config, mesh=choose_mesh(config, model, topology))
+        notes.append("the mesh is the least tensor axis that fits by estimate; give --mesh for another")
+    if topology.compiled:
+        steps = compile_steps_for(config, model, topology, say=say)
+    else:
+        steps = estimate(config, model, _sizes(config, topology), topology)
+        notes.append("ESTIMATE by arithmetic: nothing was compiled for these devices")
+    fits = all(step.fits for step in steps)
+    return {
+        "model": config.model,
+        "parameters": parameters(model),
+        "topology": topology.name,
+        "chip": topology.chip.name,
+        "devices": topology.count,
+        "compiled": topology.compiled,
+        "mesh": _sizes(config, topology),
+        "completions": config.prompts_per_step * config.num_generations,
+        "notes": notes,
+        "fits": fits,
+        "steps": steps,
+        "run": run_numbers(steps, config, topology) if fits else None,
+        "suggestions": [] if fits else suggest(config, model, topology, steps, say=say),
+    }
+
+
+def _sizes(config: PlanConfig, topology: Topology) -> dict[str, int]:
+    """The mesh with its free axis resolved. Raises ValueError where it does not multiply to the devices."""
+    fixed, free = 1, [axis for axis, size in config.mesh.items() if size == -1]
+    for size in config.mesh.values():
+        fixed *= 1 if size == -1 else size
+    mesh = config.mesh | {axis: topology.count // max(fixed, 1) for axis in free[:1]}
+    total = fixed * (mesh[free[0]] if free else 1)
+    if total != topology.count or len(free) > 1:
+        raise ValueError(f"mesh={config.mesh} does not multiply to the {topology.count} devices of {topology.name}")
+    return mesh
+
+
+def compile_steps_for(
+    config: PlanConfig, model: ModelConfig, topology: Topology, *, say: Say, only: tuple[str, ...] = ()
+) -> list[StepReport]:
+    """The steps' numbers, each compiled for the topology, two at a time; `only` names some."""
+    plan = Plan(make_mesh(_sizes(config, topology), devices=topology_devices(topology)))
+    planned = [step for name, step in trace_steps(config, model, plan).items() if not only or name in only]
+    with ThreadPoolExecutor(max_workers=min(2, os.cpu_count() or 1)) as pool:
+        jobs = []
+        for step in planned:
+            traced = step.trace()  # tracing stays in this thread: compiling does not hold it up
+            jobs.append(pool.submit(_compile, step, traced, traced.lower(), config, topology, say))
+        return [job.result() for job in jobs]
+
+
+def _compile(
+    step: PlannedStep, traced: Any, lowered: Any, config: PlanConfig, topology: Topology, say: Say
+) -> StepReport:
+    say(f"{step.name}: compiling for {topology.name}")
+    start = time.perf_counter()
+    try:
+        compiled = lowered.compile()
+    except jax.errors.JaxRuntimeError as error:
+        report = out_of_memory(step, str(error), topology, seconds=time.perf_counter() - start)
+        say(f"{step.name}: {report.error} ({report.compile_seconds:.0f} s)")
+        return report
+    seconds = time.perf_counter() - start
+    report = measure(step, traced, compiled, config, topology, seconds=seconds)
+    say(f"{step.name}: {report.used / GIB:.1f} of {report.available / GIB:.1f} GiB ({seconds:.0f} s)")
+    if (
+        step.name != "generate"
+    ):  # the only one whose layers are no loop: of a loop the compiler counts one run, or several
+        return report
+    counted = (compiled.cost_analysis() or {}).get("flops")
+    ours = traced_flops(traced, config, topology.count, once=True)
+    return dataclasses.replace(report, flops_ratio=counted / ours if counted else None)
+
+
+def suggest(
+    config: PlanConfig, model: ModelConfig, topology: Topology, steps: list[StepReport], *, say: Say
+) -> list[dict[str, Any]]:
+    """Changes that were tried on the steps that do not fit, and what became of them; ends with the first that helps."""
+    failed = tuple(step.name for step in steps if not step.fits)
+    found = []
+    for change in changes(config, model, topology, failed)[: config.max_suggestions]:
+        words = ", ".join(f"--{key} {value}" for key, value in change.items())
+        say(f"does not fit: trying {words}")
+        other = dataclasses.replace(config, **change)
+        if topology.compiled:
+            tried = compile_steps_for(other, model, topology, say=say, only=failed)
+        else:
+            tried = [one for one in estimate(other, model, _sizes(other, topology), topology) if one.name in failed]
+        still = [f"{one.name} {one.used / GIB:.1f} GiB" for one in tried if not one.fits]
+        rest = ", ".join(f"{one.name} {one.used / GIB:.1f} GiB" for one in tried)
+        result = f"does not fit: {', '.join(still)}" if still else f"fits: {rest} of {topology.chip.hbm / GIB:.1f} GiB"
+        found.append({"change": words, "options": change, "fits": not still, "result": result})
+        if not still:
+            break
+    return found
+
+
+def changes(
+    config: PlanConfig, model: ModelConfig, topology: Topology, failed: tuple[str, ...]
+) -> list[dict[str, Any]]:
+    """Changes worth a try for these steps: those first that cost nothing but time."""
+    mesh, rows = _sizes(config, topology), config.prompts_per_step * config.num_generations
+    batch = mesh.get("data", 1) * mesh.get("fsdp", 1)
+    whole = config.minibatch_completions or rows
+    micro = config.microbatch_completions or whole
+    found: list[dict[str, Any]] = []
+    learning = {"score", "update", "values", "implicit"} & set(failed)
+    if learning and micro > batch:
+        least = {"microbatch_completions": batch}
+        found += [{"microbatch_completions": max(batch, micro // 4)}, least] if micro // 4 > batch else [least]
+    if "update" in failed and config.remat not in (None, "full"):
+        found.append({"remat": "full"})
+    smaller = {} if micro <= batch or not learning else {"microbatch_completions": batch}
+    for other in candidate_meshes(dataclasses.replace(config, **smaller), model, topology.count):
+        if other["tensor"] > mesh.get("tensor", 1):
+            ways = {"microbatch_completions": other["fsdp"]} if learning and micro > other["fsdp"] else {}
+            found.append({"mesh": other} | ways)
+    if config.param_dtype == "float32":
+        found.append({"param_dtype": "bfloat16"})
+    return found

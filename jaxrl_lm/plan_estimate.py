@@ -1,0 +1,237 @@
+"""A plan by arithmetic alone: for GPUs, and to choose a mesh before anything is compiled.
+
+Arguments, optimiser state and caches are counted exactly; temporaries, traffic and collectives by the formulas below,
+which know neither fusion nor scheduling. Compiled numbers: `plan_report.py`.
+"""
+
+import dataclasses
+import math
+
+from jaxrl_lm.checks import needs_reference, old_logprobs_of, updates_per_step
+from jaxrl_lm.hlo import Collective
+from jaxrl_lm.models import ModelConfig, decoder_specs
+from jaxrl_lm.plan_config import PlanConfig
+from jaxrl_lm.plan_report import StepReport, network_seconds, summed
+from jaxrl_lm.topologies import Topology
+
+_ITEM = {"float32": 4, "bfloat16": 2, "float16": 2}
+
+
+def parameters(model: ModelConfig) -> int:
+    """Weights of the model, by its declarations."""
+    import jax
+
+    leaves = jax.tree.leaves(decoder_specs(model), is_leaf=lambda node: hasattr(node, "axes"))
+    return sum(math.prod(spec.shape) for spec in leaves)
+
+
+@dataclasses.dataclass(frozen=True)
+class Work:
+    """Sizes that every formula uses."""
+
+    model: ModelConfig
+    rows: int
+    prompts: int
+    prompt: int  # columns
+    new: int
+    chunk: int  # tokens whose logits exist at once
+    micro: int  # rows of one forward and backward pass
+
+    @property
+    def linear(self) -> int:
+        """Weights of a layer's matrices: q, k, v, o, gate, up, down."""
+        m = self.model
+        return m.hidden_size * (2 * (m.num_heads + m.num_kv_heads) * m.head_dim + 3 * m.intermediate_size)
+
+    def layers_flops(self, rows: int, queries: int, keys: int) -> float:
+        """2 · weights a token, and 4 · heads · width for each pair of a query and a key, masked ones too."""
+        m = self.model
+        pairs = 4.0 * m.num_heads * m.head_dim * queries * keys
+        return float(m.num_layers * rows) * (2.0 * queries * self.linear + pairs)
+
+    def head_flops(self, rows: int, columns: int) -> float:
+        return 2.0 * rows * columns * self.model.hidden_size * self.model.vocab_size
+
+    def scored_columns(self, rows: int) -> int:
+        """Columns of the completion, filled up to whole chunks."""
+        width = min(self.new, max(1, self.chunk // rows))
+        return -(-self.new // width) * width
+
+
+def work_of(config: PlanConfig, model: ModelConfig) -> Work:
+    rows = config.prompts_per_step * config.num_generations
+    micro = config.microbatch_completions or config.minibatch_completions or rows
+    lengths = (config.max_prompt_length, config.max_completion_length)
+    return Work(model, rows, config.prompts_per_step, *lengths, config.score_chunk, micro)
+
+
+def step_flops(config: PlanConfig, model: ModelConfig) -> dict[str, float]:
+    """FLOPs of matrix products by step, over all devices, all completions at full length.
+
+    update: forward, backward (twice that), and what is computed again: of the head everything, of the layers by remat
+    everything but the last product (full), attention's squares (dots) or nothing (none).
+    """
+    work, columns = work_of(config, model), config.max_prompt_length + config.max_completion_length
+    layers = work.layers_flops(work.rows, columns, columns)
+    head = work.head_flops(work.rows, work.scored_columns(work.micro))
+    decode = (work.new - 1) * work.layers_flops(work.rows, 1, columns)
+    prefill = work.layers_flops(work.prompts, work.prompt, work.prompt)
+    m, tokens = model, float(work.rows * columns)
+    down = 2.0 * tokens * m.num_layers * m.hidden_size * m.intermediate_size  # its output is in no gradient
+    pairs = 4.0 * tokens * m.num_layers * m.num_heads * m.head_dim * columns
+    again = {"none": 0.0, "dots": pairs}.get(config.remat or "full", layers - down)
+    updates = updates_per_step(config)
+    share = config.num_iterations / updates
+    return {
+        "generate": prefill + decode + work.head_flops(work.rows, work.new),
+        "score": layers + head,
+        "update": share * (3.0 * layers + again + 4.0 * head),
+    }
+
+
+def step_memory(config: PlanConfig, model: ModelConfig, mesh: dict[str, int]) -> dict[str, tuple[float, float, float]]:
+    """(arguments, temporaries, held beside) in bytes of one device, by step."""
+    work, weights = work_of(config, model), parameters(model)
+    tensor, batch = mesh.get("tensor", 1), mesh.get("data", 1) * mesh.get("fsdp", 1)
+    model_ways = tensor * mesh.get("fsdp", 1)
+    held = weights * _ITEM[config.param_dtype] / model_ways
+    state = held * (3 + (3 if config.critic == "separate" else 0))
+    reference = held if needs_reference(config) else 0.0
+    width = _ITEM[config.dtype or "bfloat16"]
+    decode = weights * width / tensor
+    m, columns = model, work.prompt + work.new
+    cache = 2.0 * m.num_layers * (work.rows / batch) * (m.num_kv_heads / tensor) * columns * m.head_dim * width
+    prefill = (work.prompts / batch) * (m.num_heads / tensor) * work.prompt**2 * 6.0
+    micro = max(work.micro / batch, 1.0)
+    attention = micro * (m.num_heads / tensor) * columns**2 * 6.0
+    logits = 2.0 * 4.0 * max(work.chunk, work.micro) * m.vocab_size / model_ways
+    inner = micro * columns * (3.0 * m.intermediate_size / tensor + 4.0 * m.hidden_size) * width
+    layer = 2.0 * work.linear * width / tensor
+    forward = attention + logits + inner + layer
+    saved = m.num_layers * micro * columns * m.hidden_size * width
+    if config.remat == "none":
+        saved += m.num_layers * (attention + inner)
+    gradients = held * (2.0 if work.micro < (config.minibatch_completions or work.rows) else 1.0)
+    return {
+        "prepare_decode": (held, decode + held / 2, state - held + reference),
+        "generate": (decode, cache + prefill, state + reference),
+        "score": (held, forward, state - held + reference),
+        "update": (state + reference, 1.5 * forward + saved + gradients, 0.0),
+    }
+
+
+def estimate(config: PlanConfig, model: ModelConfig, mesh: dict[str, int], topology: Topology) -> list[StepReport]:
+    """Every step's numbers without a compiler, marked so by `error`-free reports that have no compile time."""
+    chip, flops, memory = topology.chip, step_flops(config, model), step_memory(config, model, mesh)
+    traffic, wires = step_traffic(config, model, mesh), step_collectives(config, model, mesh)
+    scored = int(needs_reference(config)) + int(old_logprobs_of(config) == "recompute")
+    runs = {"prepare_decode": 1, "generate": 1, "score": scored, "update": updates_per_step(config)}
+    found = []
+    for name, (arguments, temporaries, beside) in memory.items():
+        used, own = arguments + temporaries + beside, flops.get(name, 0.0) / topology.count
+        seconds = {
+            "compute": own / chip.flops,
+            "HBM": traffic[name] / chip.hbm_bandwidth,
+            "network": network_seconds(wires[name], chip),
+        }
+        found.append(
+            StepReport(
+                name=name,
+                runs=runs[name],
+                fits=used <= chip.hbm,
+                used=used,
+                available=chip.hbm,
+                arguments=arguments,
+                temporaries=temporaries,
+                beside=beside,
+                collectives=summed(wires[name]),
+                flops=own,
+                traffic=traffic[name],
+                seconds=seconds,
+            )
+        )
+    return found
+
+
+def step_traffic(config: PlanConfig, model: ModelConfig, mesh: dict[str, int]) -> dict[str, float]:
+    """Bytes from and to a device's memory by step: weights once a pass, the cache once a token, attention's squares."""
+    work, weights = work_of(config, model), parameters(model)
+    tensor, batch = mesh.get("tensor", 1), mesh.get("data", 1) * mesh.get("fsdp", 1)
+    width, m, columns = _ITEM[config.dtype or "bfloat16"], model, work.prompt + work.new
+    held = weights * _ITEM[config.param_dtype] / (tensor * mesh.get("fsdp", 1))
+    cache = 2.0 * m.num_layers * (work.rows / batch) * (m.num_kv_heads / tensor) * columns * m.head_dim * width
+    squares = 4.0 * 4.0 * m.num_layers * (work.rows / batch) * (m.num_heads / tensor) * columns**2
+    passes = work.rows / work.micro
+    update_passes = passes * config.num_iterations / updates_per_step(config)
+    return {
+        "prepare_decode": 2.0 * held + weights * width / tensor,
+        "generate": work.new * (weights * width / tensor + cache),
+        "score": passes * weights * width / tensor + squares,
+        "update": 3.0 * (update_passes * weights * width / tensor + squares * update_passes / passes) + 7.0 * held,
+    }
+
+
+def step_collectives(config: PlanConfig, model: ModelConfig, mesh: dict[str, int]) -> dict[str, list[Collective]]:
+    """Collectives by step: weights gathered over fsdp a pass, gradients scattered back, activations summed over tensor."""
+    work, weights = work_of(config, model), parameters(model)
+    tensor, fsdp, data = (mesh.get(name, 1) for name in ("tensor", "fsdp", "data"))
+    width, columns = _ITEM[config.dtype or "bfloat16"], work.prompt + work.new
+    passes = work.rows / work.micro
+    update_passes = passes * config.num_iterations / updates_per_step(config)
+    micro = max(work.micro / (data * fsdp), 1.0)
+    whole = weights * width / tensor
+    sums = 2.0 * model.num_layers  # after attention and after the feed-forward part
+    activations = lambda rows, tokens: rows * tokens * model.hidden_size * float(width)
+
+    def of(gathers: float, scatters: float, reduces: float, size: float, name: str) -> list[Collective]:
+        found = []
+        if fsdp > 1 and gathers:
+            found.append(Collective("all-gather", whole, fsdp, gathers, name))
+        if fsdp > 1 and scatters:
+            found.append(Collective("reduce-scatter", 2.0 * whole, fsdp, scatters, name))
+        if data > 1 and scatters:
+            found.append(Collective("all-reduce", 2.0 * whole / fsdp, data, scatters, name))
+        if tensor > 1 and reduces:
+            found.append(Collective("all-reduce", size, tensor, reduces, name))
+        return found
+
+    token = activations(work.rows / (data * fsdp), 1)
+    passed = activations(micro, columns)
+    return {
+        "prepare_decode": of(1.0, 0.0, 0.0, 0.0, "weights"),
+        "generate": of(0.0, 0.0, sums * work.new, token, "a token"),
+        "score": of(passes, 0.0, sums * passes, passed, "a pass"),
+        "update": of(3.0 * update_passes, update_passes, 3.0 * sums * update_passes, passed, "a pass"),
+    }
+
+
+def candidate_meshes(config: PlanConfig, model: ModelConfig, devices: int) -> list[dict[str, int]]:
+    """Meshes of fsdp and tensor that divide rows, prompts, microbatches and heads, the least tensor axis first."""
+    work, found, tensor = work_of(config, model), [], 1
+    while tensor <= devices:
+        fsdp, heads = devices // tensor, (model.num_heads, model.num_kv_heads)
+        sizes = (work.rows, work.prompts, work.micro, config.minibatch_completions or work.rows)
+        divides = devices % tensor == 0 and all(size % fsdp == 0 for size in sizes)
+        if divides and all(size % tensor == 0 for size in heads):
+            found.append({"fsdp": fsdp, "tensor": tensor})
+        tensor *= 2
+    return found
+
+
+def choose_mesh(config: PlanConfig, model: ModelConfig, topology: Topology) -> dict[str, int]:
+    """The candidate with the least tensor axis that fits by estimate, with a tenth to spare; else the last.
+
+    Raises ValueError where there is no candidate.
+    """
+    meshes, work = candidate_meshes(config, model, topology.count), work_of(config, model)
+    if not meshes:
+        raise ValueError(
+            f"no mesh of fsdp × tensor fits {topology.count} devices: prompts_per_step={work.prompts} and "
+            f"microbatch_completions={work.micro} must be multiples of fsdp, num_kv_heads={model.num_kv_heads} of tensor; "
+            "raise prompts_per_step, or give --mesh with a data axis"
+        )
+    for mesh in meshes:
+        memory = step_memory(config, model, mesh)
+        if all(sum(parts) <= 0.9 * topology.chip.hbm for parts in memory.values()):
+            return mesh
+    return meshes[-1]

@@ -1,0 +1,259 @@
+"""The steps of a planned run, as traced functions of shapes with layouts: our own compiled steps, and no weight is made.
+
+`trace_steps` goes the way of `prepare.py` from a config to `compile_steps`, with shapes in place of arrays.
+Next to read: `plan_report.py`.
+"""
+
+import dataclasses
+import functools
+import math
+from collections.abc import Callable
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+
+from jaxrl_lm.assemble import lora_of, make_batch_rules, make_objective
+from jaxrl_lm.batch import Coefficients, Implicit, Rated
+from jaxrl_lm.checks import (
+    check,
+    moves_reference,
+    needs_reference,
+    old_logprobs_of,
+    resolve_algorithm,
+    updates_per_step,
+)
+from jaxrl_lm.config import SamplingConfig
+from jaxrl_lm.models import Model, ModelConfig, build, decode_specs
+from jaxrl_lm.plan_config import PlanConfig
+from jaxrl_lm.prepare import compile_run
+from jaxrl_lm.sharding import Plan
+from jaxrl_lm.steps import Steps, minibatch_rows
+from jaxrl_lm.types import Frozen, Requests, Scores
+
+
+class PlannedStep(NamedTuple):
+    """One compiled function of a run, before it is compiled."""
+
+    name: str
+    trace: Callable[[], Any]  # to jax.stages.Traced
+    arguments: dict[str, Any]  # shapes with layouts, by our names
+    beside: dict[str, Any]  # what else is in the devices' memory meanwhile
+    runs: int  # in one step of training
+
+
+class Shapes(NamedTuple):
+    """The trees that a run holds, as shapes with layouts."""
+
+    state: Any
+    frozen: Frozen
+    decode: Any
+    requests: Requests
+    rollout: Any
+
+
+def with_machine_defaults(config: PlanConfig, model: ModelConfig) -> ModelConfig:
+    """The model with what an accelerator computes in and recomputes where the config does not say."""
+    return dataclasses.replace(model, dtype=config.dtype or "bfloat16", remat=config.remat or "full")
+
+
+def check_plannable(config: PlanConfig) -> None:
+    """Raises ValueError for parts of a run that are not planned."""
+    for name in ("teacher", "mix", "step_reward", "true_reward"):
+        if getattr(config, name):
+            raise ValueError(f"plan: {name} is not planned yet; leave it out, and add its memory and time by hand")
+
+
+def device_bytes(tree: Any) -> float:
+    """Bytes of a tree of shapes with layouts on one device."""
+
+    def one(leaf) -> float:
+        shape = leaf.sharding.shard_shape(leaf.shape) if leaf.sharding is not None else leaf.shape
+        size = 8 if jax.dtypes.issubdtype(leaf.dtype, jax.dtypes.prng_key) else leaf.dtype.itemsize
+        return float(math.prod(shape) * size)
+
+    return float(sum(one(leaf) for leaf in jax.tree.leaves(tree)))
+
+
+def trace_steps(config: PlanConfig, model_config: ModelConfig, plan: Plan) -> dict[str, PlannedStep]:
+    """Every compiled step of the run, by name: prepare_decode, generate, score, with a critic values, update.
+
+    Raises ValueError for options that contradict each other or the mesh, as a run would.
+    """
+    check_plannable(config)
+    check(config, plan.batch_ways)
+    model = build(with_machine_defaults(config, model_config), plan=plan)
+    algorithm = resolve_algorithm(config)
+    sampling = SamplingConfig(
+        max_new_tokens=config.max_completion_length,
+        eos_token_ids=(0,),
+        pad_token_id=0,
+        top_k=config.top_k,
+        top_p=config.top_p,
+        min_p=config.min_p,
+    )
+    steps, _ = compile_run(
+        config,
+        algorithm,
+        model,
+        plan,
+        sampling,
+        total_updates=(config.max_steps or 100) * updates_per_step(config),
+        advantages=None,
+        objective=make_objective(config, algorithm),
+    )
+    shapes = _shapes(config, model, plan, steps)
+    planned = [_prepare_decode(shapes, steps), _generate(shapes, steps), *_scores(config, shapes, steps, plan)]
+    planned.append(_update(config, algorithm, shapes, steps, plan))
+    return {step.name: step for step in planned}
+
+
+def _placed(tree: Any, layouts: Any) -> Any:
+    """Shapes of arrays, with a layout for each or one for all."""
+    put = lambda leaf, layout: jax.ShapeDtypeStruct(leaf.shape, leaf.dtype, sharding=layout)
+    if isinstance(layouts, jax.sharding.Sharding):
+        return jax.tree.map(lambda leaf: put(leaf, layouts), tree)
+    return jax.tree.map(put, tree, layouts)
+
+
+def _weights(specs: Any, plan: Plan, dtype: str) -> Any:
+    is_spec = lambda node: hasattr(node, "axes")
+    shapes = jax.tree.map(lambda spec: jax.ShapeDtypeStruct(spec.shape, jnp.dtype(dtype)), specs, is_leaf=is_spec)
+    return _placed(shapes, plan.tree(specs))
+
+
+def _shapes(config: PlanConfig, model: Model, plan: Plan, steps: Steps) -> Shapes:
+    prompts, rows = config.prompts_per_step, config.prompts_per_step * config.num_generations
+    array = lambda shape, dtype: jax.ShapeDtypeStruct(shape, dtype, sharding=plan.rows if shape else plan.replicated)
+    keys = jax.eval_shape(lambda: jax.random.split(jax.random.key(0), rows))
+    requests = Requests(
+        tokens=array((prompts, config.max_prompt_length), jnp.int32),
+        segment_ids=array((prompts, config.max_prompt_length), jnp.int32),
+        keys=_placed(keys, plan.rows),
+        max_new=array((rows,), jnp.int32),
+        temperature=array((rows,), jnp.float32),
+        policy_step=array((), jnp.int32),
+    )
+    keeps = needs_reference(config) and not moves_reference(config)
+    trained = steps.abstract_state.params
+    frozen = Frozen(
+        reference=trained["policy"] if keeps else None,
+        base=None if lora_of(config) is None else _weights(model.specs, plan, config.param_dtype),
+        prm_reference=trained.get("prm"),
+    )
+    decode = _weights(decode_specs(model.config), plan.for_decode(), model.config.dtype)
+    rollout = _placed(jax.eval_shape(steps.generate, decode, requests, None), plan.rows)
+    return Shapes(steps.abstract_state, frozen, decode, requests, rollout)
+
+
+def _held(shapes: Shapes, *, policy: bool = True, base: bool = True, rollout: bool = True) -> dict[str, Any]:
+    """What a run holds besides a step's own arguments; leave out what is among these."""
+    params = {f"params.{name}": tree for name, tree in shapes.state.params.items() if policy or name != "policy"}
+    held = params | {"opt_state": shapes.state.opt_state, "extra": shapes.state.extra}
+    frozen = shapes.frozen if base else shapes.frozen._replace(base=None)
+    held |= {f"frozen.{name}": tree for name, tree in frozen._asdict().items() if tree is not None}
+    return held | ({"rollout": shapes.rollout} if rollout else {})
+
+
+def _prepare_decode(shapes: Shapes, steps: Steps) -> PlannedStep:
+    policy, base = shapes.state.params["policy"], shapes.frozen.base
+    trace = lambda: steps.prepare_decode.trace(policy, base)
+    beside = _held(shapes, policy=False, base=False, rollout=False)
+    return PlannedStep("prepare_decode", trace, {"params.policy": policy, "frozen.base": base}, beside, 1)
+
+
+def _generate(shapes: Shapes, steps: Steps) -> PlannedStep:
+    trace = lambda: steps.generate.trace(shapes.decode, shapes.requests, None)
+    arguments = {"decode": shapes.decode, "requests": shapes.requests}
+    return PlannedStep("generate", trace, arguments, _held(shapes, rollout=False), 1)
+
+
+def _scores(config: PlanConfig, shapes: Shapes, steps: Steps, plan: Plan) -> list[PlannedStep]:
+    """The scoring pass, and with a critic its values, with an implicit process reward model its scores."""
+    rollout, base, params = shapes.rollout, shapes.frozen.base, shapes.state.params
+    given = (rollout.tokens, rollout.segment_ids)
+    temperature, start = shapes.requests.temperature, config.max_prompt_length
+    rule, _ = make_batch_rules(config, resolve_algorithm(config), None)
+    compares = needs_reference(config)
+    recomputes = old_logprobs_of(config) == "recompute" or rule.needs_old
+    in_reward = compares and resolve_algorithm(config).kl_in == "reward"
+    found = [
+        PlannedStep(
+            "score",
+            lambda: steps.score.trace(params["policy"], base, *given, temperature, start),
+            {"params.policy": params["policy"], "frozen.base": base},
+            _held(shapes, policy=False, base=False),
+            int(recomputes or in_reward) + int(compares),
+        )
+    ]
+    if config.critic != "none":
+        trace = lambda: steps.values.trace(params, base, *given, start)
+        arguments = {f"params.{name}": tree for name, tree in params.items()} | {"frozen.base": base}
+        beside = {name: tree for name, tree in _held(shapes, base=False).items() if name not in arguments}
+        found.append(PlannedStep("values", trace, arguments, beside, 1))
+    if config.implicit_prm is not None:
+        prm, reference = params["prm"], shapes.frozen.prm_reference
+        arguments = {"params.prm": prm, "frozen.prm_reference": reference}
+        beside = {name: tree for name, tree in _held(shapes).items() if name not in arguments}
+        found.append(
+            PlannedStep("implicit", lambda: steps.implicit.trace(prm, reference, rollout, start), arguments, beside, 1)
+        )
+    return found
+
+
+def _update(config: PlanConfig, algorithm: Any, shapes: Shapes, steps: Steps, plan: Plan) -> PlannedStep:
+    batch = _placed(_batch(config, algorithm, shapes, steps), plan.rows)
+    state, frozen = shapes.state, shapes.frozen
+    arguments = {f"params.{name}": tree for name, tree in state.params.items()} | {"opt_state": state.opt_state}
+    arguments |= {"extra": state.extra, "batch": batch}
+    arguments |= {f"frozen.{name}": tree for name, tree in frozen._asdict().items() if tree is not None}
+    trace = lambda: steps.update.trace(state, frozen, batch)
+    return PlannedStep("update", trace, arguments, {"rollout": shapes.rollout}, updates_per_step(config))
+
+
+def _batch(config: PlanConfig, algorithm: Any, shapes: Shapes, steps: Steps) -> Any:
+    """The shapes of one update's batch."""
+    rollout, rows = shapes.rollout, shapes.rollout.tokens.shape[0]
+    scalar = jax.ShapeDtypeStruct((), jnp.float32)
+    per_row, valid = jax.ShapeDtypeStruct((rows,), jnp.float32), jax.ShapeDtypeStruct((rows,), bool)
+    plain = lambda tree: jax.tree.map(lambda leaf: jax.ShapeDtypeStruct(leaf.shape, leaf.dtype), tree)
+    rollout = plain(rollout)
+    scores = Scores(rollout.logprobs, rollout.logprobs)
+    rule, _ = make_batch_rules(config, algorithm, None)
+    compares, in_reward = needs_reference(config), algorithm.kl_in == "reward"
+    ref = rollout.logprobs if compares else None
+    values = rollout.logprobs if config.critic != "none" else None
+    paid = in_reward and compares
+    greedy = per_row if algorithm.advantage == "greedy" else None
+    by_step = (rollout.logprobs, rollout.action_mask) if config.implicit_prm is not None else (None, None)
+    credit = jax.eval_shape(
+        steps.credit,
+        per_row,
+        valid,
+        rollout,
+        scores.logprobs if paid else None,
+        ref if paid else None,
+        scalar,
+        values,
+        greedy,
+        *by_step,
+    )
+    rated = Rated(
+        rollout=rollout,
+        temperature=per_row,
+        credit=plain(credit),
+        old=scores if old_logprobs_of(config) == "recompute" or rule.needs_old else None,
+        values=values,
+        ref_logprobs=None if in_reward else ref,
+        implicit=None if config.implicit_prm is None else Implicit(rollout.logprobs, per_row, valid),
+    )
+    chosen = jax.ShapeDtypeStruct((config.minibatch_completions or rows,), jnp.int32)
+    number = jax.ShapeDtypeStruct((), jnp.int32)
+    return jax.eval_shape(
+        functools.partial(minibatch_rows, rule=rule),
+        rated,
+        Coefficients(scalar, scalar, scalar),
+        shapes.state.key,
+        number,
+        chosen,
+    )
