@@ -12,10 +12,11 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from jaxrl_lm.models import ModelConfig, build
+from jaxrl_lm.models import ModelConfig, build, decoder
 from jaxrl_lm.score import score
 from jaxrl_lm.sharding import Plan, make_mesh
 
+QUERIES = decoder.QUERIES
 BYTES = {"f32": 4, "s32": 4, "u32": 4, "pred": 1}
 
 
@@ -37,22 +38,31 @@ def largest(text: str) -> tuple[int, str]:
     return max((BYTES[kind] * int(np.prod([int(n) for n in dims.split(",")])), f"[{dims}]") for kind, dims in shapes)
 
 
+def memory(program) -> int:
+    """Bytes of temporaries on each device."""
+    return program.memory_analysis().temp_size_in_bytes
+
+
 def main():
     options = argparse.ArgumentParser(description=__doc__)
-    options.add_argument("--columns", type=int, default=4096)
-    options.add_argument("--rows", type=int, default=2)
+    options.add_argument("--columns", type=int, nargs="+", default=[4096, 32768])
+    options.add_argument("--rows", type=int, default=1)
     given = options.parse_args()
     jax.config.update("jax_num_cpu_devices", 8)
     config = ModelConfig(
         family="qwen3", vocab_size=4096, hidden_size=256, intermediate_size=768, num_layers=4, num_heads=8,
         num_kv_heads=2, head_dim=32, qk_norm=True, remat="full",
     )  # fmt: skip
-    print("| sequence | temporaries, MiB | largest array, MiB | its shape |\n|---|---|---|---|")
-    for ways in (1, 2, 4, 8):
-        program = compile_gradient(config, ways, given.rows, given.columns, chunk=2048)
-        size, shape = largest(program.as_text())
-        temporary = program.memory_analysis().temp_size_in_bytes
-        print(f"| {ways} | {temporary / 2**20:.0f} | {size / 2**20:.0f} | {shape} |", flush=True)
+    print("| columns | sequence | queries at once | temporaries, MiB | largest array, MiB | its shape |")
+    print("|---|---|---|---|---|---|")
+    for columns in given.columns:
+        for queries in (columns, QUERIES):
+            decoder.QUERIES = queries
+            for ways in (1, 2, 4, 8):
+                program = compile_gradient(config, ways, given.rows, columns, chunk=2048)
+                size, shape = largest(program.as_text())
+                numbers = (columns, ways, queries, *(round(x / 2**20) for x in (memory(program), size)), shape)
+                print(f"| {' | '.join(map(str, numbers))} |", flush=True)
 
 
 if __name__ == "__main__":

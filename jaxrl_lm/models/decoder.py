@@ -16,7 +16,17 @@ from flax import nnx
 from jaxtyping import Array, Bool, Float, Int, Shaped
 
 from jaxrl_lm.models.config import LoraConfig, ModelConfig
-from jaxrl_lm.models.layers import Block, Ends, Linear, ParamSpec, fold, rope_frequencies
+from jaxrl_lm.models.layers import (
+    QUERIES,
+    Block,
+    Ends,
+    Linear,
+    ParamSpec,
+    attend,
+    attend_in_parts,
+    fold,
+    rope_frequencies,
+)
 from jaxrl_lm.sharding import Plan
 from jaxrl_lm.types import Params
 
@@ -184,8 +194,10 @@ class Model:
         config's dtype. Where the plan splits columns, each device has its own and gathers the keys and values of all.
         """
         columns = tokens.shape[1]
-        if cache is None and not return_cache and self.plan is not None:
-            room = ((0, 0), (0, -columns % self.plan.ways("columns")))
+        ways = 1 if self.plan is None else self.plan.ways("columns")
+        parts = -(-columns // (QUERIES * ways))
+        if cache is None and not return_cache:
+            room = ((0, 0), (0, -columns % (parts * ways)))
             tokens, positions, segment_ids = (jnp.pad(x, room) for x in (tokens, positions, segment_ids))
         dtype = jnp.dtype(self.config.dtype)
         cast = lambda tree: jax.tree.map(lambda leaf: leaf.astype(dtype), tree)
@@ -198,10 +210,15 @@ class Model:
             index = cache.index
             write = lambda old, new: jax.lax.dynamic_update_slice_in_dim(old, new, index, axis=1)
             k_positions, k_segments = write(cache.positions, positions), write(cache.segment_ids, segment_ids)
-        mask = visible(positions, segment_ids, k_positions, k_segments, self.config.sliding_window)
+        sees = lambda *queries: visible(*queries, k_positions, k_segments, self.config.sliding_window)
+        queries = (positions, segment_ids)
+        if parts == 1:
+            attention = functools.partial(attend, mask=sees(*queries))
+        else:
+            attention = functools.partial(attend_in_parts, sees=sees, queries=queries, parts=parts)
 
         def layer(x, weights, kv=None):
-            x, kv = _merge(self.config, Block, cast(weights))(x, angles, mask, kv, index, self._gather_kv)
+            x, kv = _merge(self.config, Block, cast(weights))(x, angles, attention, kv, index, self._gather_kv)
             return self._constrain(x), kv if cache is not None or return_cache else None
 
         x, layers = self._run_layers(_remat(layer, self.config.remat), x, params["layers"], cache)

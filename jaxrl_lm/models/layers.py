@@ -7,12 +7,13 @@ checkpoint's target and the import table all come from the same line.
 
 import dataclasses
 import math
+from collections.abc import Callable
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 from flax import nnx
-from jaxtyping import Array, Bool, Float
+from jaxtyping import Array, Bool, Float, Shaped
 
 from jaxrl_lm.models.config import LinearRope, Llama3Rope, ModelConfig
 from jaxrl_lm.types import Params
@@ -114,6 +115,34 @@ def attend(
     return out.reshape(rows, columns, heads * width)
 
 
+QUERIES = 1024  # columns of a device whose attention weights exist at once
+
+
+def attend_in_parts(
+    q: Float[Array, "N T h k"],
+    k: Float[Array, "N c S k"],
+    v: Float[Array, "N c S k"],
+    sees: Callable[..., Bool[Array, "N B S"]],
+    queries: tuple[Shaped[Array, "N T"], ...],
+    *,
+    parts: int,
+) -> Float[Array, "N T hk"]:
+    """`attend` of T / parts columns at a time, with the mask `sees(*queries)` of these columns.
+
+    The weights of a part are computed again in the backward pass: neither they nor the mask ever stand whole, so that
+    memory grows with T and not with its square. Each part takes columns from every device.
+    """
+    rows, columns = q.shape[:2]
+
+    def cut(x):
+        x = jnp.pad(x, [(0, -columns % parts if axis == 1 else 0) for axis in range(x.ndim)])
+        return jnp.moveaxis(x.reshape(rows, -1, parts, *x.shape[2:]), 2, 0)
+
+    one = lambda part: attend(part[0], k, v, sees(*part[1:]))
+    out = jax.lax.map(jax.checkpoint(one), jax.tree.map(cut, (q, *queries)))
+    return jnp.moveaxis(out, 0, 2).reshape(rows, -1, out.shape[-1])[:, :columns]
+
+
 class Attention(nnx.Module):
     def __init__(self, config: ModelConfig):
         width, kv_width = config.num_heads * config.head_dim, config.num_kv_heads * config.head_dim
@@ -125,10 +154,10 @@ class Attention(nnx.Module):
         self.k_norm = RMSNorm(config.head_dim, config.rms_norm_eps) if config.qk_norm else None
         self.head_dim = config.head_dim
 
-    def __call__(self, x, angles, mask, cache, index, gather):
+    def __call__(self, x, angles, attention, cache, index, gather):
         """Output and this layer's keys and values [N c S k]: the call's own, or the cache with them written at index.
 
-        `gather` gets the call's own keys, and values, of all columns.
+        `gather` gets the call's own keys, and values, of all columns; `attention` is `attend` with its mask.
         """
         split = lambda y: y.reshape(*y.shape[:2], -1, self.head_dim)
         q, k, v = split(self.q_proj(x)), split(self.k_proj(x)), split(self.v_proj(x))
@@ -139,7 +168,7 @@ class Attention(nnx.Module):
         if cache is not None:
             write = lambda old, new: jax.lax.dynamic_update_slice_in_dim(old, new.astype(old.dtype), index, axis=2)
             k, v = write(cache[0], k), write(cache[1], v)
-        return self.o_proj(attend(q, k, v, mask)), (k, v)
+        return self.o_proj(attention(q, k, v)), (k, v)
 
 
 class MLP(nnx.Module):
@@ -164,8 +193,8 @@ class Block(nnx.Module):
         self.post_norm = RMSNorm(config.hidden_size, config.rms_norm_eps)
         self.mlp = MLP(config)
 
-    def __call__(self, x, angles, mask, cache, index, gather):
-        attended, kv = self.attn(self.input_norm(x), angles, mask, cache, index, gather)
+    def __call__(self, x, angles, attention, cache, index, gather):
+        attended, kv = self.attn(self.input_norm(x), angles, attention, cache, index, gather)
         x = x + attended
         return x + self.mlp(self.post_norm(x)), kv
 
