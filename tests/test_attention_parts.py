@@ -1,4 +1,4 @@
-"""Attention of some columns at a time: the numbers of the whole, and memory that grows with the columns, not their square."""
+"""Attention of some columns at a time: the numbers of the whole, and memory that grows as the columns do."""
 
 import dataclasses
 
