@@ -195,7 +195,8 @@ def test_a_split_vocabulary_gives_the_numbers_of_a_whole_one(config, sizes):
     rng = np.random.default_rng(0)
     hidden = rng.normal(size=(ROWS, 12, 32)).astype(np.float32)
     targets = jnp.asarray(rng.integers(0, VOCAB, (ROWS, 12)), jnp.int32)
-    temperature, weights = rng.uniform(0.5, 1.5, ROWS).astype(np.float32), rng.normal(size=(2, ROWS, 12))
+    temperature = jnp.asarray(rng.uniform(0.5, 1.5, ROWS), jnp.float32)
+    weights = rng.normal(size=(2, ROWS, 12))
     found = []
     for mesh in (make_mesh({}, devices=jax.devices()[:1]), make_mesh(sizes)):
         plan = Plan(mesh)
