@@ -15,9 +15,11 @@ from test_sharding import host_params
 from jaxrl_lm.batch import BatchRule, Coefficients, Rated
 from jaxrl_lm.config import SamplingConfig
 from jaxrl_lm.credit import CreditRule
-from jaxrl_lm.models import build, decode_specs
+from jaxrl_lm.models import ModelConfig, build, decode_specs
 from jaxrl_lm.objectives import PolicyObjective
 from jaxrl_lm.optim import make_optimizer
+from jaxrl_lm.plan_config import PlanConfig
+from jaxrl_lm.plan_steps import trace_steps
 from jaxrl_lm.score import by_columns, token_scores
 from jaxrl_lm.sharding import Plan, make_mesh
 from jaxrl_lm.steps import compile_steps
@@ -188,6 +190,22 @@ def test_neither_logits_nor_the_tables_are_gathered(programs):
     sums = [one for one in collectives(programs.score.as_text(), "all-reduce") if "reduce_max" in one[2]]
     assert sums
     assert all(math.prod(shape) <= 32 for _, shapes, _ in sums for shape in shapes)
+
+
+@pytest.mark.parametrize("tied", [True, False])
+def test_no_device_has_logits_of_the_whole_vocabulary(tied):
+    """Nor their gradient: a tied table's is summed with the look-up's, which has another layout."""
+    model = ModelConfig(
+        vocab_size=5632, hidden_size=256, intermediate_size=512, num_layers=1, num_heads=4, num_kv_heads=4, head_dim=64,
+        tie_embeddings=tied,
+    )  # fmt: skip
+    plan = Plan(make_mesh({"fsdp": 4}, devices=jax.devices()[:4]))
+    given = {"prompts_per_step": 4, "num_generations": 4, "max_prompt_length": 32, "max_completion_length": 224}
+    config = PlanConfig(model="", topology="", microbatch_completions=4, score_chunk=256, dtype="float32", **given)
+    text = trace_steps(config, model, plan)["update"].trace().lower().compile().as_text()
+    sizes = {int(dims.split(",")[-1]) for dims in re.findall(r"\bf32\[(\d+,\d+,\d+)\]", text)}
+    assert 5632 // 4 in sizes
+    assert 5632 not in sizes
 
 
 @pytest.mark.parametrize("sizes", [MESH, {"data": 2, "fsdp": 2, "tensor": 2}], ids=["sequence", "data"])

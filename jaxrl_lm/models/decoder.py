@@ -240,12 +240,16 @@ class Model:
 
     def unembed(self, params: Params, hidden: Float[Array, "*n D"]) -> Float[Array, "*n V"]:
         """Float32 logits of hidden states, each device with its own part of the vocabulary."""
-        tables = {name: leaf for name, leaf in params.items() if name != "layers"}
-        ends = _merge(self.config, Ends, jax.tree.map(lambda leaf: leaf.astype(hidden.dtype), tables))
+        cast = lambda tree: jax.tree.map(lambda leaf: leaf.astype(hidden.dtype), tree)
+        split = cast({name: leaf for name, leaf in params.items() if name != "layers"})
         if self.plan is None or hidden.ndim not in (2, 3):
-            return ends.unembed(hidden)
+            return _merge(self.config, Ends, split).unembed(hidden)
         plan, axes = self.plan.for_logits(), ("batch", "columns")[: hidden.ndim - 1]
-        return plan.constrain(ends.unembed(plan.constrain(hidden, (*axes, None))), (*axes, "vocab"))
+        # The table's gradient too: where it is tied, XLA would give it the layout of the look-up's, and gather logits.
+        name = "embed" if self.config.tie_embeddings else "lm_head"
+        split[name] = {"table": plan.constrain(split[name]["table"], ("vocab", "vocab_embed"))}
+        logits = _merge(self.config, Ends, split).unembed(plan.constrain(hidden, (*axes, None)))
+        return plan.constrain(logits, (*axes, "vocab"))
 
 
 def _remat(layer, policy: str):
