@@ -18,7 +18,8 @@ from typing import Any, NamedTuple
 import jax
 
 from jaxrl_lm.plan import run_plan
-from jaxrl_lm.plan_config import PlanConfig
+from jaxrl_lm.plan_config import PlanConfig, open_model_config
+from jaxrl_lm.plan_estimate import step_memory
 from jaxrl_lm.plan_table import to_json
 
 GIB = float(1 << 30)
@@ -72,22 +73,25 @@ def scaling(kind: str) -> list[Row]:
     return found
 
 
+def config_of(row: Row) -> PlanConfig:
+    return PlanConfig(
+        model=row.model,
+        topology=row.topology,
+        prompts_per_step=row.rollouts // GROUP,
+        num_generations=GROUP,
+        max_prompt_length=PROMPT,
+        max_completion_length=NEW,
+        max_suggestions=0,
+        **row.options,
+    )
+
+
 def report(row: Row, directory: Path) -> dict[str, Any]:
     """The plan of a row, compiled now or read from the directory."""
     path = directory / f"{row.name}.json"
     if not path.exists():
         print(f"{row.name}: {row.options}", flush=True)
-        config = PlanConfig(
-            model=row.model,
-            topology=row.topology,
-            prompts_per_step=row.rollouts // GROUP,
-            num_generations=GROUP,
-            max_prompt_length=PROMPT,
-            max_completion_length=NEW,
-            max_suggestions=0,
-            **row.options,
-        )
-        path.write_text(json.dumps(to_json(run_plan(config)), indent=1))
+        path.write_text(json.dumps(to_json(run_plan(config_of(row))), indent=1))
     return json.loads(path.read_text())
 
 
@@ -120,6 +124,21 @@ def scaling_table(found: dict[str, list[dict[str, Any]]]) -> str:
             lines.append(
                 f"| {kind} | {chips} | {one['completions']} | {' | '.join(f'{number:.4g}' for number in numbers)} |"
             )
+    return "\n".join(lines)
+
+
+def estimates(reports: list[tuple[Row, dict[str, Any]]]) -> str:
+    """What the plan's arithmetic says of each program's memory, over what the compiler says."""
+    names = ("prepare_decode", "generate", "score", "update")
+    lines = [f"| model | on | rollouts | {' | '.join(names)} |", "|---" * (3 + len(names)) + "|"]
+    for row, one in reports:
+        memory = step_memory(config_of(row), open_model_config(row.model), one["mesh"])
+        compiled = {step["name"]: step["used"] for step in one["steps"]}
+        ratios = [
+            f"{sum(memory[name]) / GIB:.1f} / {compiled[name] / GIB:.1f} = {sum(memory[name]) / compiled[name]:.2f}"
+            for name in names
+        ]
+        lines.append(f"| {row.model} | {row.topology} | {row.rollouts} | {' | '.join(ratios)} |")
     return "\n".join(lines)
 
 
@@ -166,8 +185,11 @@ def main():
         if given.only in row.name:
             report(row, given.directory)
     have = lambda row: (given.directory / f"{row.name}.json").exists()
-    print(table([report(row, given.directory) for row in MODELS if have(row)]))
+    models = [(row, report(row, given.directory)) for row in MODELS if have(row)]
+    print(table([one for _, one in models]))
     found = {kind: [report(row, given.directory) for row in rows if have(row)] for kind, rows in curves.items()}
+    scaled = {row.name: (row, report(row, given.directory)) for rows in curves.values() for row in rows if have(row)}
+    print("\n" + estimates([*models, *scaled.values()]))
     if all(found.values()):
         print("\n" + scaling_table(found))
         if given.figure:
