@@ -16,7 +16,7 @@ from jaxrl_lm.models import ModelConfig, build, decoder
 from jaxrl_lm.score import score
 from jaxrl_lm.sharding import Plan, make_mesh
 
-QUERIES = decoder.QUERIES
+PAIRS = decoder.PAIRS
 BYTES = {"f32": 4, "s32": 4, "u32": 4, "pred": 1}
 
 
@@ -53,15 +53,15 @@ def main():
         family="qwen3", vocab_size=4096, hidden_size=256, intermediate_size=768, num_layers=4, num_heads=8,
         num_kv_heads=2, head_dim=32, qk_norm=True, remat="full",
     )  # fmt: skip
-    print("| columns | sequence | queries at once | temporaries, MiB | largest array, MiB | its shape |")
+    print("| columns | queries at once | sequence | temporaries, MiB | largest array, MiB | its shape |")
     print("|---|---|---|---|---|---|")
     for columns in given.columns:
-        for queries in (columns, QUERIES):
-            decoder.QUERIES = queries
+        for name, pairs in (("all", columns**2), ("some", PAIRS)):
+            decoder.PAIRS = pairs
             for ways in (1, 2, 4, 8):
                 program = compile_gradient(config, ways, given.rows, columns, chunk=2048)
                 size, shape = largest(program.as_text())
-                numbers = (columns, ways, queries, *(round(x / 2**20) for x in (memory(program), size)), shape)
+                numbers = (columns, name, ways, *(round(x / 2**20) for x in (memory(program), size)), shape)
                 print(f"| {' | '.join(map(str, numbers))} |", flush=True)
 
 

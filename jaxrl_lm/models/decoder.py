@@ -17,7 +17,7 @@ from jaxtyping import Array, Bool, Float, Int, Shaped
 
 from jaxrl_lm.models.config import LoraConfig, ModelConfig
 from jaxrl_lm.models.layers import (
-    QUERIES,
+    PAIRS,
     Block,
     Ends,
     Linear,
@@ -195,7 +195,8 @@ class Model:
         """
         columns = tokens.shape[1]
         ways = 1 if self.plan is None else self.plan.ways("columns")
-        parts = -(-columns // (QUERIES * ways))
+        keys = columns if cache is None else cache.positions.shape[1]
+        parts = -(-columns * keys // (PAIRS * ways))
         if cache is None and not return_cache:
             room = ((0, 0), (0, -columns % (parts * ways)))
             tokens, positions, segment_ids = (jnp.pad(x, room) for x in (tokens, positions, segment_ids))

@@ -115,7 +115,7 @@ def attend(
     return out.reshape(rows, columns, heads * width)
 
 
-QUERIES = 1024  # columns of a device whose attention weights exist at once
+PAIRS = 1 << 22  # of a query and a key, of one head and row on a device, whose attention weights exist at once
 
 
 def attend_in_parts(
