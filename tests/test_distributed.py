@@ -87,7 +87,7 @@ def on_devices(options):
 
     def run(count, directory, **changes):
         with pytest.MonkeyPatch.context() as patch:
-            build = lambda mesh: Plan(make_mesh(mesh, devices=jax.devices()[:count]))
+            build = lambda mesh, **_: Plan(make_mesh(mesh, devices=jax.devices()[:count]))
             patch.setattr(prepare, "build_plan", build)
             return tiny_run.run(options(directory, **changes))
 
