@@ -14,6 +14,7 @@ import jax
 import jax.numpy as jnp
 
 from jaxrl_lm.assemble import compute_dtype, with_remat
+from jaxrl_lm.distributed import place_tree
 from jaxrl_lm.fit import Fit, FitRun, fit
 from jaxrl_lm.fit_batches import comparison_batch, labelled_batch
 from jaxrl_lm.fit_config import PRMConfig, RewardConfig

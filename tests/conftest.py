@@ -7,8 +7,12 @@ import os
 
 os.environ.setdefault("JAX_PLATFORMS", "cpu")
 os.environ.setdefault("HF_HUB_OFFLINE", "1")
-# Programs here are compiled for a second's use: LLVM's optimisation costs more than it saves. Subprocesses inherit it.
-os.environ.setdefault("XLA_FLAGS", "--xla_backend_optimization_level=0 --xla_llvm_disable_expensive_passes=true")
+# Programs here are compiled for a second's use: LLVM's optimisation costs more than it saves, and so do XLA's fusion
+# emitters, whose kernels take three times as long to compile. Subprocesses inherit it.
+os.environ.setdefault(
+    "XLA_FLAGS",
+    "--xla_backend_optimization_level=0 --xla_llvm_disable_expensive_passes=true --xla_cpu_use_fusion_emitters=false",
+)
 
 import jax
 import pytest

@@ -1,10 +1,12 @@
 """What each of two processes checks of `jaxrl_lm.distributed`, and how one that fails takes the other along.
 
-python tests/distributed_checks.py ADDRESS PROCESS MODEL DATASET OUTPUT_DIR
+python tests/distributed_checks.py ADDRESS PROCESS FILES OUTPUT_DIR
 """
 
 import sys
+from pathlib import Path
 
+import distributed_runs
 import jax
 import numpy as np
 
@@ -82,7 +84,7 @@ def check_errors(me):
     assert str(error).startswith("facts: processes 1 have b = 1, and process 0 has 0"), error
 
 
-def main(address, process, model, dataset, output_dir):
+def main(address, process, files, output_dir):
     jax.config.update("jax_num_cpu_devices", 2)
     me = int(process)
     launch.start(coordinator_address=address, num_processes=2, process_id=me, start_timeout=100, heartbeat_timeout=100)
@@ -90,10 +92,13 @@ def main(address, process, model, dataset, output_dir):
         check_arrays(me)
         check_words(me)
         check_errors(me)
-        options = {"model": model, "dataset": dataset, "reward": ("arithmetic",), "output_dir": output_dir}
+        options = {"model": f"{files}/tiny", "dataset": f"{files}/train.jsonl", "reward": ("arithmetic",)}
+        options["output_dir"] = f"{output_dir}/never"
         error = error_of(lambda: prepare(GRPOConfig(**options, learning_rate=(1e-3, 5e-1)[me])))
         assert "processes 1 have learning_rate = 0.5, and process 0 has 0.001" in str(error), error
         print("all checks passed", flush=True)
+        distributed_runs.make(Path(files), Path(output_dir))
+        print("all runs ended", flush=True)
         if me == 1:
             raise ValueError("a row that only process 1 has")
         distributed.agree(None)  # process 1 never comes

@@ -2,7 +2,7 @@
 
     python tests/run_processes.py DEVICES KILL COMMAND --key value ...
 
-DEVICES: of this process. KILL: the call of the reward `digits` in which it is killed, 0 for never.
+DEVICES: of this process. KILL: the call of the reward `digits` in which it gets a signal, and which, as 2:SIGKILL.
 """
 
 import contextlib
@@ -32,15 +32,16 @@ def free_port() -> int:
 
 
 def start(commands, *, devices, kill=None, cache=None):
-    """One running process for each command of the CLI; `kill`: (process, call of the reward) at which it dies."""
-    call = lambda number: kill[1] if kill is not None and kill[0] == number else 0
-    lines = [[str(devices), str(call(number)), *command] for number, command in enumerate(commands)]
+    """One running process for each command of the CLI; `kill`: (process, call of the reward, signal) that it gets."""
+    at = lambda number: f"{kill[1]}:{kill[2]}" if kill is not None and kill[0] == number else "0:SIGKILL"
+    lines = [[str(devices), at(number), *command] for number, command in enumerate(commands)]
     return start_script("run_processes.py", lines, cache=cache)
 
 
 def start_script(name, lines, *, cache=None):
     """One running process of a script of the tests for each line of arguments, with the files that it prints to."""
     environment = os.environ | {"JAX_PLATFORMS": "cpu", "PYTHONPATH": f"{TESTS.parent}:{TESTS}"}
+    environment["JAX_SHARE_BINARY_BETWEEN_HOSTS"] = "true"  # they share this machine's cores: one compiles for all
     if cache is not None:
         environment |= {"JAX_COMPILATION_CACHE_DIR": str(cache), "JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS": "0.1"}
         environment |= {"JAX_PERSISTENT_CACHE_MIN_ENTRY_SIZE_BYTES": "-1"}
@@ -87,17 +88,17 @@ def main(devices, kill, command):
 
     from jaxrl_lm import cli
 
-    calls = []
+    calls, (call, name) = [], kill.split(":")
 
     def judged(completions, **_):
         print(f"judged {len(completions)}", file=sys.stderr, flush=True)
         calls.append(0)
-        if len(calls) == kill:
-            os.kill(os.getpid(), signal.SIGKILL)
+        if len(calls) == int(call):
+            os.kill(os.getpid(), getattr(signal, name))
 
     tiny_run.CALLS.append(judged)
     cli.main(command)
 
 
 if __name__ == "__main__":
-    main(int(sys.argv[1]), int(sys.argv[2]), sys.argv[3:])
+    main(int(sys.argv[1]), sys.argv[2], sys.argv[3:])
