@@ -9,13 +9,13 @@ from importlib.metadata import version
 os.environ.setdefault("JAX_PLATFORMS", "cpu")
 os.environ.setdefault("HF_HUB_OFFLINE", "1")
 # Programs here are compiled for a second's use: LLVM's optimisation costs more than it saves, and so do XLA's fusion
-# emitters, whose kernels take three times as long to compile. Subprocesses inherit it.
-flags = "--xla_backend_optimization_level=0 --xla_llvm_disable_expensive_passes=true"
-if version("jaxlib").startswith(
-    "0.10."
-):  # the XLA of later ones has no such flag, and stops at one that it does not know
-    flags += " --xla_cpu_use_fusion_emitters=false"
-os.environ.setdefault("XLA_FLAGS", flags)
+# emitters, whose kernels take three times as long to compile. Only JAX 0.10 has a flag for them: an unknown one is fatal.
+# Subprocesses inherit it.
+os.environ.setdefault(
+    "XLA_FLAGS",
+    "--xla_backend_optimization_level=0 --xla_llvm_disable_expensive_passes=true"
+    + " --xla_cpu_use_fusion_emitters=false" * version("jaxlib").startswith("0.10."),
+)
 
 import jax
 import pytest
