@@ -50,7 +50,7 @@ MODELS = (
         "v5p:8x8x8",
         1024,
         {
-            "mesh": {"fsdp": 64, "tensor": 8},
+            "mesh": {"data": 2, "fsdp": 32, "tensor": 8},  # 512 does not divide its vocabulary, 256 does
             "microbatch_completions": 64,
             # Over tensor alone the weights of generation would not fit.
             "decode_sharding_rules": {"mlp": "tensor+fsdp"},
@@ -67,9 +67,9 @@ def scaling(kind: str) -> list[Row]:
     found = []
     for chips, topology in SLICES.items():
         rollouts = WEAK * chips if kind == "weak" else STRONG
-        fsdp = min(chips, rollouts // GROUP)
-        mesh = {"fsdp": fsdp, "tensor": chips // fsdp}
-        found.append(Row(SCALED, topology, rollouts, {"mesh": mesh, "microbatch_completions": fsdp}))
+        ways = min(chips, rollouts // GROUP)  # prompts of generation divide over them
+        mesh = {"data": ways // 16, "fsdp": 16, "tensor": chips // ways}
+        found.append(Row(SCALED, topology, rollouts, {"mesh": mesh, "microbatch_completions": ways}))
     return found
 
 
