@@ -8,13 +8,13 @@ import numpy as np
 import tiny_run
 
 from jaxrl_lm import GRPOConfig, models
+from jaxrl_lm.config import EvalConfig
 from jaxrl_lm.dpo import train_dpo
 from jaxrl_lm.fit_config import DPOConfig, RewardConfig, SFTConfig
 from jaxrl_lm.inference import run_eval
 from jaxrl_lm.loop import train
 from jaxrl_lm.reward_fit import train_reward
 from jaxrl_lm.sft import train_sft
-from jaxrl_lm.tools_config import EvalConfig
 
 NAMES = ("sft", "dpo", "reward", "steps", "prm")
 MESH = {"fsdp": 2, "tensor": 2}

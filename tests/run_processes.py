@@ -41,7 +41,6 @@ def start(commands, *, devices, kill=None, cache=None):
 def start_script(name, lines, *, cache=None):
     """One running process of a script of the tests for each line of arguments, with the files that it prints to."""
     environment = os.environ | {"JAX_PLATFORMS": "cpu", "PYTHONPATH": f"{TESTS.parent}:{TESTS}"}
-    environment["JAX_SHARE_BINARY_BETWEEN_HOSTS"] = "true"  # they share this machine's cores: one compiles for all
     if cache is not None:
         environment |= {"JAX_COMPILATION_CACHE_DIR": str(cache), "JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS": "0.1"}
         environment |= {"JAX_PERSISTENT_CACHE_MIN_ENTRY_SIZE_BYTES": "-1"}

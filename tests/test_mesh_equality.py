@@ -3,7 +3,7 @@
 For each case the real `learn` of a run (scores, values, credit, minibatches, updates) goes ten optimiser steps on the same
 rows: on one device and on two of the four meshes of 8, one of which at least has the axis tensor or sequence; the pairs of
 meshes take turns. Compared are the first update's gradient, each leaf within 1e-5 of its largest number, the parameters
-after ten steps (1e-3), and the metrics. All in float32. Training on given rows: `test_mesh_equality_fit.py`.
+after ten steps (1e-4), and the metrics. All in float32. Training on given rows: `test_mesh_equality_fit.py`.
 
 Losses meet a model through its scores and values alone, so that most cases of sampled rows train a small net with the
 decoder's axes instead of a decoder, which compiles in half the time; the decoder's own equality stands in
@@ -51,7 +51,7 @@ MESHES = {
     "sequence": {"fsdp": 2, "sequence": 2, "tensor": 2},
 }
 TURNS = (("data", "sequence"), ("cube", "tensor"), ("data", "tensor"), ("cube", "sequence"))
-GRADIENT, PARAMETERS = 1e-5, 1e-3  # of each leaf's largest number
+GRADIENT, PARAMETERS = 1e-5, 1e-4  # of each leaf's largest number
 
 OPTIMISER = {"learning_rate": 3e-3, "adam_eps": 1e-3, "weight_decay": 0.1}
 
@@ -146,10 +146,11 @@ STEP_REWARDS = np.where(STEP_ENDS, RNG.uniform(0.0, 1.0, SEGMENTS.shape), 0.0).a
 
 TEN = {"num_iterations": 5, "minibatch_completions": 16}  # updates a batch
 SAME = {"epsilon": 0.2, "epsilon_high": 0.28, **TEN}  # one program of the update for several cases
-DECODED = ("grpo", "an adapter, a teacher and streams")  # cases of a whole decoder
+DECODED = ("grpo of an adapter",)  # cases of a whole decoder
 CASES: dict[str, dict[str, Any]] = {
-    "grpo": {
-        "preset": "grpo", "beta": 0.04, "kl_importance": True, "kl_token_power": 0.5, "microbatch_completions": 8, **TEN,
+    "grpo of an adapter": {
+        "preset": "grpo", "beta": 0.04, "kl_importance": True, "kl_token_power": 0.5, "lora_rank": 4,
+        "microbatch_completions": 8, **TEN,
     },
     "rloo": {"preset": "rloo", **TEN},
     "ppo": {"preset": "ppo", "critic": "separate", "gamma": 0.9, **TEN},
@@ -186,9 +187,9 @@ CASES: dict[str, dict[str, Any]] = {
     "raft": {"preset": "raft"},
     "gpg": {"preset": "gpg"},
     "max_rl": {"preset": "max_rl"},
-    "an adapter, a teacher and streams": {
-        "preset": "grpo", "beta": 0.04, "lora_rank": 4, "teacher": "own", "teacher_divergence": "jsd",
-        "mix": {"sft": 0.5, "dpo": 0.3}, "mix_dataset": {"sft": "own", "dpo": "own"}, "mix_rows": 8, **TEN,
+    "a teacher and streams": {
+        "preset": "grpo", "teacher": "own", "teacher_divergence": "jsd", "mix": {"sft": 0.5, "dpo": 0.3},
+        "mix_dataset": {"sft": "own", "dpo": "own"}, "mix_rows": 8, **TEN,
     },
 }  # fmt: skip
 
