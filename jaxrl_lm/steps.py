@@ -85,7 +85,8 @@ class Steps:
     def _put(self, tree: Any, plan: Plan) -> Any:
         def one(x):
             layout = plan.rows if jnp.ndim(x) else plan.replicated
-            return move(x, layout) if self.placement.apart and isinstance(x, jax.Array) else place(x, layout)
+            there = isinstance(x, jax.Array) and x.sharding.is_equivalent_to(layout, x.ndim)
+            return move(x, layout) if there or (self.placement.apart and isinstance(x, jax.Array)) else place(x, layout)
 
         return jax.tree.map(one, tree)
 

@@ -7,15 +7,16 @@ import types
 import jax
 import jax.numpy as jnp
 import numpy as np
+import optax
 import pyarrow.parquet as pq
 import pytest
 import tiny_run
 
 import jaxrl_lm.sharding.mesh
 from jaxrl_lm import placement as placing
-from jaxrl_lm.config import GRPOConfig, PPOConfig
+from jaxrl_lm.config import GRPOConfig, PPOConfig, SamplingConfig
 from jaxrl_lm.loop import run as run_prepared
-from jaxrl_lm.models import ModelConfig, load, save_reward_model
+from jaxrl_lm.models import LoraConfig, ModelConfig, init_lora, load, lora_specs, save_reward_model
 from jaxrl_lm.models.heads import critic
 from jaxrl_lm.placement import Placement, open_placement, size, split_devices, weights_moved
 from jaxrl_lm.plan_config import PlanConfig
@@ -23,6 +24,7 @@ from jaxrl_lm.plan_estimate import step_memory
 from jaxrl_lm.plan_steps import check_plannable, device_bytes, trace_steps
 from jaxrl_lm.prepare import prepare
 from jaxrl_lm.sharding import HOST, Plan, build_plan, keep, make_mesh, move, moved_bytes, on_host
+from jaxrl_lm.steps import compile_steps
 
 TRAIN, OTHERS = frozenset(range(4)), frozenset(range(4, 8))
 APART = {"mesh": {"fsdp": 4}, "rollout_mesh": {"tensor": 2, "data": 2}}
@@ -42,7 +44,7 @@ COMMON = {
     "completions_steps": 1,
     "max_steps": 3,
 }
-GRPO = COMMON | {"reward": ("tiny_run:digits",)}
+GRPO = COMMON | {"reward": ("tiny_run:digits",), "eval_steps": 3, "stop": ("+",)}
 PPO = COMMON | {"prompts_per_step": 16, "num_generations": 1, "max_steps": 2}
 
 
@@ -59,7 +61,10 @@ def files(tmp_path_factory):
 
 def config_of(files, kind, name, **changes):
     model, data, directory = files
-    own = GRPO if kind is GRPOConfig else PPO | {"reward": (f"reward_model:{directory / 'reward'}",)}
+    if kind is GRPOConfig:
+        own = GRPO | {"eval_dataset": {"test": data["test"]}}
+    else:
+        own = PPO | {"reward": (f"reward_model:{directory / 'reward'}",)}
     return kind(**tiny_run.options(model, data, directory / name, **own | changes))
 
 
@@ -373,6 +378,29 @@ def test_a_kept_copy_outlives_what_it_is_of():
         x.delete()
         assert copy.sharding == target
         np.testing.assert_array_equal(copy, np.arange(8.0))
+
+
+def test_weights_under_an_adapter_leave_training_as_they_lie_there(files, monkeypatch):
+    """Merged, cast, and on each device of training no more than its part; what generation gets is what it gets there."""
+    plan, other = build_plan({"fsdp": 4}, devices=jax.devices()[:4]), build_plan(**apart())
+    model, params, _ = load(files[0], plan=plan, compute_dtype="bfloat16")
+    lora = LoraConfig(rank=2, alpha=4.0)
+    fresh = init_lora(jax.random.key(1), model, lora, "float32")
+    filled = jax.tree.map(lambda leaf: jnp.full(leaf.shape, 0.1, leaf.dtype) + leaf, fresh)
+    adapter = jax.device_put(filled, plan.tree(lora_specs(model, lora)))
+    sampling = SamplingConfig(max_new_tokens=2, eos_token_ids=(0,), pad_token_id=0)
+    given = {"objective": None, "tx": optax.identity(), "rows": 8, "sampling": sampling, "lora": lora}
+    here = compile_steps(model, plan, **given).prepare_decode(adapter, params)
+    left = []
+    monkeypatch.setattr("jaxrl_lm.steps.move", lambda tree, layouts: left.append(tree) or move(tree, layouts))
+    there = compile_steps(model, plan, **given, placement=Placement(plan, other)).prepare_decode(adapter, params)
+    for leaf in jax.tree.leaves(left):
+        assert leaf.dtype == jnp.bfloat16
+        assert leaf.ndim == 1 or leaf.addressable_shards[0].data.size == leaf.size // 4
+    for one, expected in zip(jax.tree.leaves(there), jax.tree.leaves(here), strict=True):
+        assert ids(one) == OTHERS
+        np.testing.assert_array_equal(np.asarray(one, np.float32), np.asarray(expected, np.float32))
+    assert there["layers"][0]["mlp"]["gate_proj"]["kernel"].sharding.shard_shape((32, 64)) == (32, 32)
 
 
 # --- errors -----------------------------------------------------------------------------------------------------------
