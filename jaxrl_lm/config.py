@@ -141,6 +141,22 @@ class OptimizerOptions:
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
+class PlacementOptions:
+    """Where the models of a run lie. See docs/scale_placement.md."""
+
+    rollout_mesh: dict[str, int] = dataclasses.field(default_factory=dict)
+    """Mesh of generation on devices of its own: mesh takes the first devices, this one the others. Empty: those of mesh."""
+    reference_placement: Literal["mesh", "rollout_mesh", "host"] = "mesh"
+    """Where the reference lies and scores; host: in the hosts' memory, and on the mesh while it scores."""
+    reward_placement: Literal["mesh", "rollout_mesh", "host"] = "mesh"
+    """The same of reward models (reward_model: and prm:)."""
+    critic_placement: Literal["mesh", "host"] = "mesh"
+    """Of a separate critic and its optimiser state; host: on the mesh while it scores and learns."""
+    optimizer_placement: Literal["mesh", "host"] = "mesh"
+    """Of all optimiser state; host: on the mesh for the updates of a step alone."""
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
 class GRPOConfig(
     LoraOptions,
     MixOptions,
@@ -153,6 +169,7 @@ class GRPOConfig(
     OptimizerOptions,
     SamplingOptions,
     PromptOptions,
+    PlacementOptions,
     MachineOptions,
 ):
     """Options of a policy-gradient run; the defaults are GRPO's as in TRL."""

@@ -47,6 +47,9 @@ def learn(
     with clock("score"):
         scored = jax.block_until_ready(_score(setup, host, state, frozen, collected))
         paid, implicit = _step_rewards(setup, state, frozen, collected)
+    if steps.placement.moves_state:
+        with clock("move"):
+            state = jax.block_until_ready(steps.on_devices(state))
     with clock("update"):
         fill = lambda x, dtype: steps.place(np.concatenate([x, np.zeros(rows - len(x))]).astype(dtype))
         coefficients = _coefficients(setup, host, step)
@@ -70,7 +73,11 @@ def learn(
             ref_logprobs=None if in_reward else scored.ref,
             implicit=implicit,
         )
-        state, found = _updates(setup, host, state, frozen, rated, coefficients, step)
+        read = frozen if steps.placement.reference == "mesh" else frozen._replace(reference=None)
+        state, found = _updates(setup, host, state, read, rated, coefficients, step)
+    if steps.placement.moves_state:
+        with clock("move"):
+            state = jax.block_until_ready(steps.at_rest(state))
     found |= _credit_metrics(setup, host, collected, credit, scored)
     return Learned(state, found, credit)
 
@@ -84,13 +91,15 @@ def _score(setup: Setup, host: Host, state: TrainState, frozen: Frozen, collecte
     config, steps, rollout = setup.config, setup.steps, collected.judged.sampled.rollout
     start = rollout.tokens.shape[1] - config.max_completion_length
     temperature = collected.judged.sampled.temperature
-    score = lambda policy: steps.score(policy, frozen.base, rollout.tokens, rollout.segment_ids, temperature, start)
-    reference = state.extra["reference"] if moves_reference(config) else frozen.reference
+    given = (frozen.base, rollout.tokens, rollout.segment_ids, temperature, start)
+    moves = moves_reference(config)
+    reference = state.extra["reference"] if moves else frozen.reference
+    score_reference = steps.score if moves else steps.score_reference
     # A KL compares two scorers: the sampler's rounding must not look like a distance.
     compares = reference is not None and setup.algorithm.kl_in == "reward"
     return _Scored(
-        old=score(state.params["policy"]) if compares or _uses_old(setup, host) else None,
-        ref=None if reference is None else score(reference).logprobs,
+        old=steps.score(state.params["policy"], *given) if compares or _uses_old(setup, host) else None,
+        ref=None if reference is None else score_reference(reference, *given).logprobs,
         values=steps.values(state.params, frozen.base, rollout.tokens, rollout.segment_ids, start)
         if config.critic != "none"
         else None,

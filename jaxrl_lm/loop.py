@@ -33,6 +33,7 @@ from jaxrl_lm.report import Reporter
 from jaxrl_lm.rewards import RewardError
 from jaxrl_lm.rollout import EVAL
 from jaxrl_lm.runs import came, check_command, check_same_run, on_signal, open_directory
+from jaxrl_lm.sharding import keep, move
 from jaxrl_lm.types import Frozen, TrainState
 from jaxrl_lm.update import Objective
 
@@ -149,14 +150,13 @@ def _start(setup: Setup, checkpoints: Checkpoints) -> tuple[Setup, Host, TrainSt
     keeps = needs_reference(config) and not moves_reference(config)  # one that moves is part of the state
     if latest is None:
         prm = copy_params(setup.params["prm"]) if "prm" in setup.params else None
-        frozen = Frozen(
-            copy_params(setup.params["policy"]) if keeps else None, setup.base, prm_reference=prm, teacher=setup.teacher
-        )
+        reference = keep(setup.params["policy"], setup.steps.reference) if keeps else None
         state = setup.steps.init(setup.params, key)
     else:
-        kept = {name: tree for name, tree in setup.params.items() if name == "prm" or (keeps and name == "policy")}
-        frozen = Frozen(kept.get("policy"), setup.base, prm_reference=kept.get("prm"), teacher=setup.teacher)
-        spare = {name: tree for name, tree in setup.params.items() if name not in kept}
+        prm = setup.params.get("prm")
+        reference = move(setup.params["policy"], setup.steps.reference) if keeps else None
+        kept = {id(leaf) for leaf in jax.tree.leaves((prm, reference))}
+        spare = [leaf for leaf in jax.tree.leaves(setup.params) if id(leaf) not in kept]
         jax.tree.map(lambda leaf: leaf.delete(), spare)  # the restored state takes their place
         saved = checkpoints.restore_host(step=latest)
         check_command(setup.directory, None)
@@ -165,6 +165,8 @@ def _start(setup: Setup, checkpoints: Checkpoints) -> tuple[Setup, Host, TrainSt
         host.load(saved["host"], rows=setup.prompts.rows)
         done = saved["step"]
         notes.append(f"resumed from step {done}")
+    frozen = Frozen(reference, setup.base, prm_reference=prm, teacher=setup.teacher)
+    state = setup.steps.at_rest(state)
     open_directory(setup.directory, config, command=None, step=done if latest is not None else -1)
     return setup._replace(params=None), host, state, frozen, done, notes
 
@@ -223,8 +225,8 @@ def _evaluate(setup: Setup, state: TrainState, frozen: Frozen, step: int) -> dic
 def _step(setup: Setup, host: Host, state: TrainState, frozen: Frozen, step: int):
     """One step of sampling and its updates: the new state, its metrics, and a function that makes the completion table."""
     config, clock = setup.config, Clock()
-    with clock("generate"):
-        decode_params = setup.steps.prepare_decode(state.params["policy"], frozen.base)  # of the newest weights
+    with clock("weights"):  # the newest
+        decode_params = jax.block_until_ready(setup.steps.prepare_decode(state.params["policy"], frozen.base))
     collected = collect(setup, host, decode_params, state.key, step=step, policy_step=int(state.step), clock=clock)
     del decode_params
     learned = learn(setup, host, state, frozen, collected, step=step, clock=clock)

@@ -97,6 +97,11 @@ def step_memory(config: PlanConfig, model: ModelConfig, mesh: dict[str, int]) ->
     held = weights * _ITEM[config.param_dtype] / model_ways
     state = held * (3 + (3 if config.critic == "separate" else 0))
     reference = held if needs_reference(config) else 0.0
+    # Between the steps that read them: what is in host memory is not there.
+    moments = 0 if config.optimizer_placement == "host" else 2
+    critic = config.critic == "separate" and config.critic_placement == "mesh"
+    rest = held * (1 + moments) * (2 if critic else 1)
+    resting = 0.0 if config.reference_placement == "host" else reference
     width = _ITEM[config.dtype or "bfloat16"]
     decode = weights * width / tensor
     m, columns = model, work.prompt + work.new
@@ -113,10 +118,10 @@ def step_memory(config: PlanConfig, model: ModelConfig, mesh: dict[str, int]) ->
         saved += m.num_layers * (attention + inner)
     gradients = held * (2.0 if work.micro < (config.minibatch_completions or work.rows) else 1.0)
     return {
-        "prepare_decode": (held, decode + held / 2, state - held + reference),
-        "generate": (decode, cache + prefill, state + reference),
-        "score": (held, forward, state - held + reference),
-        "update": (state + reference, 1.5 * forward + saved + gradients, 0.0),
+        "prepare_decode": (held, decode + held / 2, rest - held + resting),
+        "generate": (decode, cache + prefill, rest + resting),
+        "score": (held, forward, rest - held + reference),
+        "update": (state + resting, 1.5 * forward + saved + gradients, 0.0),
     }
 
 

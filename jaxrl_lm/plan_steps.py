@@ -25,6 +25,7 @@ from jaxrl_lm.checks import (
 )
 from jaxrl_lm.config import SamplingConfig
 from jaxrl_lm.models import Model, ModelConfig, build, decode_specs
+from jaxrl_lm.placement import Placement, check_placement
 from jaxrl_lm.plan_config import PlanConfig
 from jaxrl_lm.prepare import compile_run
 from jaxrl_lm.sharding import Plan
@@ -47,6 +48,7 @@ class Shapes(NamedTuple):
 
     state: Any
     frozen: Frozen
+    held: tuple[Any, Frozen]  # what of the two is on the devices between the steps that read it
     decode: Any
     requests: Requests
     rollout: Any
@@ -62,6 +64,14 @@ def check_plannable(config: PlanConfig) -> None:
     for name in ("teacher", "mix", "step_reward", "true_reward"):
         if getattr(config, name):
             raise ValueError(f"plan: {name} is not planned yet; leave it out, and add its memory and time by hand")
+    if config.rollout_mesh:
+        raise ValueError(
+            f"plan: rollout_mesh={config.rollout_mesh} is not planned yet: plan training on the devices of mesh and "
+            "generation on those of rollout_mesh, each with a topology of its own"
+        )
+    for name in ("reference_placement", "reward_placement"):
+        if getattr(config, name) == "rollout_mesh":
+            raise ValueError(f"plan: {name}='rollout_mesh' is not planned yet: use mesh or host")
 
 
 def device_bytes(tree: Any) -> float:
@@ -82,6 +92,8 @@ def trace_steps(config: PlanConfig, model_config: ModelConfig, plan: Plan) -> di
     """
     check_plannable(config)
     check(config, plan.batch_ways)
+    kept = {"reference": needs_reference(config), "moves": moves_reference(config)}
+    check_placement(config, Placement(plan, plan), **kept)
     model = build(with_machine_defaults(config, model_config), plan=plan)
     algorithm = resolve_algorithm(config)
     sampling = SamplingConfig(
@@ -143,14 +155,25 @@ def _shapes(config: PlanConfig, model: Model, plan: Plan, steps: Steps) -> Shape
     )
     decode = _weights(decode_specs(model.config), plan.for_decode(), model.config.dtype)
     rollout = _placed(jax.eval_shape(steps.generate, decode, requests, None), plan.rows)
-    return Shapes(steps.abstract_state, frozen, decode, requests, rollout)
+    held = _at_rest(config, steps.abstract_state, frozen)
+    return Shapes(steps.abstract_state, frozen, held, decode, requests, rollout)
+
+
+def _at_rest(config: PlanConfig, state: Any, frozen: Frozen) -> tuple[Any, Frozen]:
+    """State and frozen models without what lies in host memory."""
+    critic = lambda path: config.critic_placement == "host" and "critic" in [getattr(key, "key", None) for key in path]
+    left = lambda tree: jax.tree.map_with_path(lambda path, leaf: None if critic(path) else leaf, tree)
+    moments = None if config.optimizer_placement == "host" else left(state.opt_state)
+    reference = None if config.reference_placement == "host" else frozen.reference
+    return state._replace(params=left(state.params), opt_state=moments), frozen._replace(reference=reference)
 
 
 def _held(shapes: Shapes, *, policy: bool = True, base: bool = True, rollout: bool = True) -> dict[str, Any]:
-    """What a run holds besides a step's own arguments; leave out what is among these."""
-    params = {f"params.{name}": tree for name, tree in shapes.state.params.items() if policy or name != "policy"}
-    held = params | {"opt_state": shapes.state.opt_state, "extra": shapes.state.extra}
-    frozen = shapes.frozen if base else shapes.frozen._replace(base=None)
+    """What a run holds on the devices besides a step's own arguments; leave out what is among these."""
+    state, frozen = shapes.held
+    params = {f"params.{name}": tree for name, tree in state.params.items() if policy or name != "policy"}
+    held = params | {"opt_state": state.opt_state, "extra": state.extra}
+    frozen = frozen if base else frozen._replace(base=None)
     held |= {f"frozen.{name}": tree for name, tree in frozen._asdict().items() if tree is not None}
     return held | ({"rollout": shapes.rollout} if rollout else {})
 
@@ -177,12 +200,14 @@ def _scores(config: PlanConfig, shapes: Shapes, steps: Steps, plan: Plan) -> lis
     compares = needs_reference(config)
     recomputes = old_logprobs_of(config) == "recompute" or rule.needs_old
     in_reward = compares and resolve_algorithm(config).kl_in == "reward"
+    reference = shapes.frozen.reference
     found = [
         PlannedStep(
             "score",
             lambda: steps.score.trace(params["policy"], base, *given, temperature, start),
             {"params.policy": params["policy"], "frozen.base": base},
-            _held(shapes, policy=False, base=False),
+            # The policy's scores, or the reference's with the policy beside them.
+            _held(shapes, policy=False, base=False) | ({"frozen.reference": reference} if reference else {}),
             int(recomputes or in_reward) + int(compares),
         )
     ]
@@ -192,18 +217,18 @@ def _scores(config: PlanConfig, shapes: Shapes, steps: Steps, plan: Plan) -> lis
         beside = {name: tree for name, tree in _held(shapes, base=False).items() if name not in arguments}
         found.append(PlannedStep("values", trace, arguments, beside, 1))
     if config.implicit_prm is not None:
-        prm, reference = params["prm"], shapes.frozen.prm_reference
-        arguments = {"params.prm": prm, "frozen.prm_reference": reference}
+        prm, start_prm = params["prm"], shapes.frozen.prm_reference
+        arguments = {"params.prm": prm, "frozen.prm_reference": start_prm}
         beside = {name: tree for name, tree in _held(shapes).items() if name not in arguments}
         found.append(
-            PlannedStep("implicit", lambda: steps.implicit.trace(prm, reference, rollout, start), arguments, beside, 1)
+            PlannedStep("implicit", lambda: steps.implicit.trace(prm, start_prm, rollout, start), arguments, beside, 1)
         )
     return found
 
 
 def _update(config: PlanConfig, algorithm: Any, shapes: Shapes, steps: Steps, plan: Plan) -> PlannedStep:
     batch = _placed(_batch(config, algorithm, shapes, steps), plan.rows)
-    state, frozen = shapes.state, shapes.frozen
+    state, (_, frozen) = shapes.state, shapes.held
     arguments = {f"params.{name}": tree for name, tree in state.params.items()} | {"opt_state": state.opt_state}
     arguments |= {"extra": state.extra, "batch": batch}
     arguments |= {f"frozen.{name}": tree for name, tree in frozen._asdict().items() if tree is not None}

@@ -30,6 +30,7 @@ from jaxrl_lm.checks import (
     check_rewards,
     check_routes,
     moves_reference,
+    needs_reference,
     resolve_algorithm,
     updates_per_step,
 )
@@ -39,12 +40,13 @@ from jaxrl_lm.distill import DistillObjective
 from jaxrl_lm.distributed import place
 from jaxrl_lm.encode import EncodedPrompts, encode_prompts
 from jaxrl_lm.fit_steps import StreamSteps, compile_streams
+from jaxrl_lm.judges import Rewards, open_rewards
 from jaxrl_lm.mix import Mix, check_held_out_streams, check_mix, check_teacher, open_mix, split_rows
 from jaxrl_lm.models import Model, eos_token_ids
 from jaxrl_lm.optim import optimizer_of
 from jaxrl_lm.options import from_dict
-from jaxrl_lm.reward_model import open_reward_models
-from jaxrl_lm.rewards import RewardFunction, resolve_all, resolve_steps
+from jaxrl_lm.placement import Placement, check_placement, open_placement, placement_notes
+from jaxrl_lm.rewards import RewardFunction
 from jaxrl_lm.rollout import Sampler
 from jaxrl_lm.runs import check_processes
 from jaxrl_lm.sharding import Plan, build_plan
@@ -156,7 +158,7 @@ def make_sampler(
         group_size=config.num_generations,
         max_new_tokens=sampling.max_new_tokens,
         pad_token_id=sampling.pad_token_id,
-        stops=None if table is None else place(table, steps.plan.replicated),
+        stops=None if table is None else place(table, steps.placement.rollout.replicated),
     )
 
 
@@ -170,6 +172,7 @@ def compile_run(
     total_updates: int,
     advantages: Callable[..., jax.Array] | None,
     objective: Objective,
+    placement: Placement | None = None,
 ) -> tuple[Steps, Callable[[int], Any]]:
     """The compiled steps of a run, and its learning-rate schedule."""
     rows = config.prompts_per_step * config.num_generations
@@ -192,6 +195,7 @@ def compile_run(
         critic=config.critic,
         implicit_prm=config.implicit_prm,
         reference=moves_reference(config),
+        placement=placement,
     )
     return steps, schedule
 
@@ -232,44 +236,6 @@ def whole_objective(
             policy=None if config.teacher_only else objective,
         )
     return objective if mix is None else mix.objective(objective, score_chunk=config.score_chunk)
-
-
-def _names(given: tuple[str, ...], rewards: Sequence[RewardFunction]) -> tuple[str, ...]:
-    """The reward option that a run is resumed by: as given, or the names of functions that the caller passed."""
-    return given if len(given) == len(rewards) else tuple(function.name for function in rewards)
-
-
-class Rewards(NamedTuple):
-    train: tuple[RewardFunction, ...]
-    evaluate: tuple[RewardFunction, ...]
-    steps: RewardFunction | None  # of the steps of a completion
-
-
-def open_rewards(
-    config: GRPOConfig, reward_functions: Sequence[Callable[..., Any]] | None, plan: Plan
-) -> tuple[GRPOConfig, Rewards]:
-    """The functions that the options name, or the caller's, and the config with their names."""
-    given, eval_given = open_reward_models(
-        reward_functions if reward_functions is not None else config.reward,
-        config.eval_reward_functions,
-        plan=plan,
-        dtype=config.dtype,
-    )
-    rewards = resolve_all(given, config.reward_weights)
-    config = dataclasses.replace(config, reward=_names(config.reward, rewards))
-    steps = open_step_reward(config, plan)
-    return config, Rewards(rewards, resolve_all(eval_given) if eval_given else rewards, steps)
-
-
-def open_step_reward(config: GRPOConfig, plan: Plan) -> RewardFunction | None:
-    """The function or the process reward model that scores steps, if the options name one."""
-    if config.step_reward is None:
-        return None
-    if config.step_reward.startswith("prm:"):
-        from jaxrl_lm.process_model import ProcessModel
-
-        return resolve_steps(ProcessModel(config.step_reward, plan=plan, dtype=config.dtype))
-    return resolve_steps(config.step_reward)
 
 
 class Data(NamedTuple):
@@ -335,12 +301,14 @@ def prepare(
     # Values that Python code gave get the same check as those of files and command lines.
     config = from_dict(type(config), dataclasses.asdict(config), where="config")
     check_processes(config)
-    plan, lora = plan_of(config), lora_of(config)
+    placement, lora = open_placement(config), lora_of(config)
+    plan = placement.train
     check(config, plan.batch_ways)
+    check_placement(config, placement, reference=needs_reference(config), moves=moves_reference(config))
     check_mix(config, plan.batch_ways, microbatches_of(config))
     check_teacher(config)
     check_own(config, advantages=advantages, objective=objective)
-    config, rewards = open_rewards(config, reward_functions, plan)
+    config, rewards = open_rewards(config, reward_functions, placement)
     check_rewards(config, rewards.train)
     rows, eval_rows = read_data(config, dataset, rewards)
     rows, told = split_rows(config, rows)
@@ -359,6 +327,7 @@ def prepare(
         check_held_out_streams(mix, data.eval_sets)
     teacher_model, teacher = open_teacher(config, tokenizer, plan) or (None, None)
     own = {"advantages": advantages, "objective": whole_objective(config, algorithm, objective, teacher_model, mix)}
+    own["placement"] = placement
     total_updates = total_steps * updates_per_step(config)
     steps, schedule = compile_run(config, algorithm, model, plan, sampling, total_updates=total_updates, **own)
     shape = {"score_chunk": config.score_chunk, "microbatches": microbatches_of(config)}
@@ -396,5 +365,16 @@ def prepare(
         step_reward=rewards.steps,
         total_steps=total_steps,
         fingerprint=fingerprint(data.prompts) + (mix.fingerprint() if mix is not None else ""),
-        notes=start_notes(config, model, tokenizer, data, trained, base, plan),
+        notes=[
+            *start_notes(config, model, tokenizer, data, trained, base, plan),
+            *placement_notes(
+                model,
+                placement,
+                steps.abstract_state,
+                steps.rest,
+                reference=needs_reference(config),
+                base=base,
+                rewards=rewards.nbytes,
+            ),
+        ],
     )

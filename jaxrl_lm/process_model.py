@@ -16,7 +16,17 @@ from jaxrl_lm.data import pad_rows
 from jaxrl_lm.distributed import gather, place
 from jaxrl_lm.encode import encode_prompts
 from jaxrl_lm.models import classifier_settings, load_process_model
-from jaxrl_lm.reward_model import by_length, longest, machine_dtype, naming, parse_option, positive, rows_at_once, shown
+from jaxrl_lm.reward_model import (
+    Weights,
+    by_length,
+    longest,
+    machine_dtype,
+    naming,
+    parse_option,
+    positive,
+    rows_at_once,
+    shown,
+)
 from jaxrl_lm.rewards import Everywhere
 from jaxrl_lm.sharding import Plan
 from jaxrl_lm.steps import compile_token_scores
@@ -48,13 +58,14 @@ class ProcessModel(Everywhere):
     `option` is "prm:DIRECTORY", or a hub id in place of the directory, with settings after a question mark, written as
     in a URL (a line break is %0A): `separator` (by default config.json's step_separator), `max_length` in the model's
     tokens (None: what its config and tokenizer allow), `batch_size` (rows scored at once, rounded up to divide over the
-    mesh) and `name`. `dtype` is that of weights and computation; None: bfloat16 on accelerators, float32 on CPU.
+    mesh) and `name`. `dtype` is that of weights and computation; None: bfloat16 on accelerators, float32 on CPU. `hosted`:
+    the weights lie in host memory, and on the mesh during a call.
 
     Raises ValueError or FileNotFoundError, naming option and directory, for what `load_process_model` refuses, a model
     that the mesh does not divide, no separator, and unknown or wrong settings.
     """
 
-    def __init__(self, option: str, *, plan: Plan, dtype: str | None = None):
+    def __init__(self, option: str, *, plan: Plan, dtype: str | None = None, hosted: bool = False):
         self.where = f"step_reward={option!r}"
         directory, given = parse_option(option, prefix=PREFIX, settings=_SETTINGS, where=self.where)
         with naming(self.where):
@@ -71,6 +82,8 @@ class ProcessModel(Everywhere):
         self.rows = rows_at_once(given, plan)
         self.__name__ = given.get("name", "process_model")  # by which a reward function goes
         self._chances = compile_token_scores(self._model, plan, bias="bias" in self._weights["head"])
+        self._weights = Weights(self._weights, hosted=hosted)
+        self.nbytes = self._weights.nbytes
 
     def __call__(self, prompts: Sequence[Any], completions: Sequence[Any]) -> list[list[tuple[int, float]]]:
         """The scored steps of each row. Equal rows of a call are scored once, so that their scores are the same.
@@ -93,8 +106,9 @@ class ProcessModel(Everywhere):
         self._count(count - kept, count)
         chances = {((), ()): []}
         unique = set(rows) - chances.keys()
+        weights = self._weights.fetch()
         for part, padded in by_length(unique, lambda row: len(row[0]), longest=self.max_length, size=self.rows):
-            chances |= zip(part, self._score(part, padded), strict=True)
+            chances |= zip(part, self._score(weights, part, padded), strict=True)
         for row, prompt, completion in zip(rows, prompts, texts, strict=True):
             if not all(map(math.isfinite, chances[row])):
                 raise ValueError(
@@ -139,7 +153,9 @@ class ProcessModel(Everywhere):
             )
         self.cut += cut
 
-    def _score(self, rows: Sequence[tuple[tuple[int, ...], tuple[int, ...]]], padded: int) -> list[list[float]]:
+    def _score(
+        self, weights: Any, rows: Sequence[tuple[tuple[int, ...], tuple[int, ...]]], padded: int
+    ) -> list[list[float]]:
         """One call of the compiled program, whose shape knows only the padded length."""
         filled = [*rows, *[((), ())] * (self.rows - len(rows))]
         tokens, segment_ids, _ = pad_rows([((), ids) for ids, _ in filled], 0, padded, 0)
@@ -147,7 +163,7 @@ class ProcessModel(Everywhere):
         for number, (_, ends) in enumerate(filled):
             step_ends[number, list(ends)] = True
         arrays = (place(array, self.plan.rows) for array in (tokens, segment_ids, step_ends))
-        chances = gather(self._chances(self._weights, *arrays))
+        chances = gather(self._chances(weights, *arrays))
         return [chances[number, list(ends)].tolist() for number, (_, ends) in enumerate(rows)]
 
 

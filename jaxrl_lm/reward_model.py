@@ -26,7 +26,7 @@ from jaxrl_lm.distributed import place
 from jaxrl_lm.models import classifier_settings, load_reward_models
 from jaxrl_lm.reward_sequences import reward_ids
 from jaxrl_lm.rewards import Everywhere
-from jaxrl_lm.sharding import Plan
+from jaxrl_lm.sharding import Plan, move, on_host
 from jaxrl_lm.steps import compile_row_scores
 
 PREFIX = "reward_model:"
@@ -35,14 +35,14 @@ SHORTEST = 64  # tokens that the shortest rows are padded to
 R = TypeVar("R")
 
 
-def open_reward_models(*lists: Sequence[Any], plan: Plan, dtype: str | None) -> list[list[Any]]:
+def open_reward_models(*lists: Sequence[Any], plan: Plan, dtype: str | None, hosted: bool = False) -> list[list[Any]]:
     """The lists of reward options with a `RewardModel` in place of each "reward_model:…"; one that stands twice is
     loaded once. Raises as `RewardModel`.
     """
     named = dict.fromkeys(
         spec for specs in lists for spec in specs if isinstance(spec, str) and spec.startswith(PREFIX)
     )
-    opened = {spec: RewardModel(spec, plan=plan, dtype=dtype) for spec in named}
+    opened = {spec: RewardModel(spec, plan=plan, dtype=dtype, hosted=hosted) for spec in named}
     return [[opened.get(spec, spec) if isinstance(spec, str) else spec for spec in specs] for specs in lists]
 
 
@@ -54,13 +54,13 @@ class RewardModel(Everywhere):
     once, rounded up to divide over the mesh), `name` (in metrics), `sigmoid` (true: σ(score), the probability that an
     outcome reward model gives) and, for the members of an ensemble, `ensemble` (mean, min, pessimistic) with `k`
     (`algos.ensemble_reward`), of their scores or probabilities. `dtype` is that of weights and computation; None:
-    bfloat16 on accelerators, float32 on CPU.
+    bfloat16 on accelerators, float32 on CPU. `hosted`: the weights lie in host memory, and on the mesh during a call.
 
     Raises ValueError or FileNotFoundError, naming option and directory, for what `load_reward_models` refuses, a model
     that the mesh does not divide, and unknown, wrong or idle settings.
     """
 
-    def __init__(self, option: str, *, plan: Plan, dtype: str | None = None):
+    def __init__(self, option: str, *, plan: Plan, dtype: str | None = None, hosted: bool = False):
         self.where = f"reward={option!r}"
         directory, given = parse_option(option, prefix=PREFIX, settings=_SETTINGS, where=self.where)
         with naming(self.where):
@@ -77,6 +77,8 @@ class RewardModel(Everywhere):
         self.rows = rows_at_once(given, plan)
         self.__name__ = given.get("name", "reward_model")  # by which a reward function goes
         self._scores = compile_row_scores(self._model, plan, members=self.members)
+        self._weights = Weights(self._weights, hosted=hosted)
+        self.nbytes = self._weights.nbytes
 
     def __call__(self, prompts: Sequence[Any], completions: Sequence[Any]) -> list[float]:
         """The scores. Equal rows of a call are scored once, so that their scores are the same to the last bit.
@@ -88,8 +90,9 @@ class RewardModel(Everywhere):
         self._count(sum(len(ids) > self.max_length for ids in whole), len(whole))
         rows = [tuple(self._cut_start(ids)) for ids in whole]
         scores: dict[tuple[int, ...], float] = {}
+        weights = self._weights.fetch()
         for part, padded in by_length(set(rows), len, longest=self.max_length, size=self.rows):
-            scores |= zip(part, self._score(part, padded), strict=True)
+            scores |= zip(part, self._score(weights, part, padded), strict=True)
         for row, prompt, completion in zip(rows, prompts, completions, strict=True):
             if not math.isfinite(scores[row]):
                 raise ValueError(
@@ -121,17 +124,32 @@ class RewardModel(Everywhere):
             )
         self.cut += cut
 
-    def _score(self, rows: Sequence[tuple[int, ...]], padded: int) -> list[float]:
+    def _score(self, weights: Any, rows: Sequence[tuple[int, ...]], padded: int) -> list[float]:
         """One call of the compiled program, whose shape knows only the padded length; NaN where a member's is not finite.
 
         So an infinity cannot hide behind the min of an ensemble, nor behind σ.
         """
         filled = [*rows, *[()] * (self.rows - len(rows))]
         tokens, segment_ids, _ = pad_rows([((), ids) for ids in filled], 0, padded, 0)
-        scores = self._scores(self._weights, place(tokens, self.plan.rows), place(segment_ids, self.plan.rows))
+        scores = self._scores(weights, place(tokens, self.plan.rows), place(segment_ids, self.plan.rows))
         combined = self._combine(jax.nn.sigmoid(scores) if self.sigmoid else scores)
         finite = np.isfinite(jax.device_get(scores)).all(0)
         return np.where(finite, jax.device_get(combined), np.nan)[: len(rows)].tolist()
+
+
+class Weights:
+    """The weights of a model that scores, on its mesh; `hosted`: in host memory, and on the mesh as long as somebody holds
+    what `fetch` gives.
+    """
+
+    def __init__(self, weights: Any, *, hosted: bool):
+        self._layouts = jax.tree.map(lambda leaf: leaf.sharding, weights)
+        self.held = move(weights, on_host(self._layouts)) if hosted else weights
+        self.nbytes = sum(leaf.nbytes for leaf in jax.tree.leaves(weights))
+
+    def fetch(self) -> Any:
+        """The weights on the mesh."""
+        return move(self.held, self._layouts)
 
 
 def _combination(given: dict[str, Any], members: int, where: str) -> Callable[[jax.Array], jax.Array]:

@@ -9,6 +9,7 @@ from jaxrl_lm.fit_config import DPOConfig, PRMConfig, RewardConfig, SFTConfig, i
 from jaxrl_lm.inference import run_eval, run_export, run_generate
 from jaxrl_lm.loop import train
 from jaxrl_lm.mix import check_mix, check_teacher
+from jaxrl_lm.placement import check_placement, open_placement
 from jaxrl_lm.prepare import microbatches_of, plan_of
 from jaxrl_lm.recipe_file import Command
 from jaxrl_lm.reward_fit import train_prm, train_reward
@@ -23,8 +24,11 @@ def _exported(config: Any, directory: Path) -> str:
 
 def _check_policy(config: GRPOConfig) -> None:
     """The options that a policy-gradient run checks before it loads anything."""
-    ways = plan_of(config).batch_ways
+    placement = open_placement(config)
+    ways = placement.train.batch_ways
     checks.check(config, ways)
+    kept = {"reference": checks.needs_reference(config), "moves": checks.moves_reference(config)}
+    check_placement(config, placement, **kept)
     check_mix(config, ways, microbatches_of(config))
     check_teacher(config)
     if config.seeds != 1:

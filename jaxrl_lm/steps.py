@@ -12,30 +12,26 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 import optax
-from jaxtyping import Array, Bool, Float, Int32
+from jaxtyping import Array, Float, Int32
 
-from jaxrl_lm import algos
 from jaxrl_lm.batch import BatchRule, Coefficients, Rated
 from jaxrl_lm.config import SamplingConfig
-from jaxrl_lm.credit import Credit, CreditRule, Outcomes
+from jaxrl_lm.credit import Credit, CreditRule
 from jaxrl_lm.distributed import place
 from jaxrl_lm.generate import generate, prepare_decode
 from jaxrl_lm.models import (
     LoraConfig,
     Model,
-    attach,
     classifier_specs,
     critic_specs,
     decode_specs,
     lora_specs,
-    row_scores,
     stacked,
-    token_logits,
-    trunk_model,
     value_specs,
 )
-from jaxrl_lm.score import score, values
-from jaxrl_lm.sharding import Plan
+from jaxrl_lm.placement import Placement
+from jaxrl_lm.rows import credit_rows, implicit_rows, member_scores, score_rows, step_chances, value_rows, whole
+from jaxrl_lm.sharding import Plan, move, on_host
 from jaxrl_lm.types import (
     CriticBatch,
     ImplicitBatch,
@@ -46,25 +42,30 @@ from jaxrl_lm.types import (
     Scores,
     TrainState,
 )
-from jaxrl_lm.update import Objective, adapted, cut, update
+from jaxrl_lm.update import Objective, adapted, update
 
 BATCH = 1 << 30  # the purpose of keys that batches are built with; the others stand in rollout/sampler.py
 
 
 @dataclasses.dataclass(frozen=True)
 class Steps:
-    """Compiled functions. Arrays come and go with their rows split over the mesh's batch axes.
+    """Compiled functions. Arrays come and go with their rows split over the mesh's batch axes, those of `generate` over
+    the batch axes of its own mesh, where it has one.
 
     `policy` is the tree that is trained: all weights, or the adapter, then `base` holds the weights under it.
     """
 
     plan: Plan
+    placement: Placement
     abstract_state: TrainState  # shapes, dtypes and shardings: the target of a restore
+    rest: TrainState  # layouts of the state between a step's updates and those of the next
+    reference: Any  # layouts of a frozen reference
     init: Callable[..., TrainState]  # (params by name, key); the params are donated
     prepare_decode: Callable[..., Params]  # (policy, base)
     row_keys: Callable[..., jax.Array]  # (key, purpose, step) -> [N]
     generate: Callable[..., Rollout]  # (decode params, requests, stops)
     score: Callable[..., Scores]  # (policy, base, tokens, segment_ids, temperature, start)
+    score_reference: Callable[..., Scores]  # the same of a frozen reference, wherever it lies
     values: Callable[..., jax.Array]  # (params by name, base, tokens, segment_ids, start)
     implicit: Callable[..., Any]  # (process reward model, its reference, rollout, start): rewards, ref log-probs
     credit: Callable[..., Credit]  # (returns, valid, rollout, current, ref, kl_coefficient, values, greedy_returns,
@@ -75,69 +76,29 @@ class Steps:
 
     def place(self, tree: Any) -> Any:
         """Host arrays on the mesh, rows split; scalars on every device."""
-        put = lambda x: place(x, self.plan.rows if jnp.ndim(x) else self.plan.replicated)
-        return jax.tree.map(put, tree)
+        return self._put(tree, self.plan)
 
+    def place_rollout(self, tree: Any) -> Any:
+        """The same on the mesh of generation."""
+        return self._put(tree, self.placement.rollout)
 
-def score_rows(
-    policy, base, tokens, segment_ids, temperature, start: int, *, model: Model, lora, chunk: int, size: int
-) -> Scores:
-    """Scores of many rows, `size` rows at a time, so that scoring needs no more memory than an update's forward pass."""
-    params = whole(policy, base, lora)
-    one = lambda part: score(params, *part[:2], model=model, temperature=part[2], chunk=chunk, start=start)
-    return _by_rows(one, (tokens, segment_ids, temperature), size)
+    def _put(self, tree: Any, plan: Plan) -> Any:
+        def one(x):
+            layout = plan.rows if jnp.ndim(x) else plan.replicated
+            there = isinstance(x, jax.Array) and x.sharding.is_equivalent_to(layout, x.ndim)
+            return move(x, layout) if there or (self.placement.apart and isinstance(x, jax.Array)) else place(x, layout)
 
+        return jax.tree.map(one, tree)
 
-def value_rows(
-    params, base, tokens, segment_ids, start: int, *, model: Model, lora, shared: bool, size: int
-) -> Float[Array, "N T"]:
-    """Values of many rows, `size` rows at a time: of the critic, or of its head on the policy."""
-    head = params["critic"]["head"]
-    if shared:
-        trunk = whole(params["policy"], base, lora)
-    else:
-        trunk, model = params["critic"]["trunk"], trunk_model(model)
-    one = lambda part: values(head, trunk, *part, model=model, start=start)
-    return _by_rows(one, (tokens, segment_ids), size)
+    def at_rest(self, state: TrainState) -> TrainState:
+        """The state as it lies between updates; what that moves to host memory is deleted where it was."""
+        return move(state, self.rest, delete=True) if self.placement.moves_state else state
 
-
-def implicit_rows(
-    prm: Params, reference: Params, rollout: Rollout, start: int, *, model: Model, beta: float, chunk: int, size: int
-) -> tuple[Float[Array, "N T"], Float[Array, "N T"]]:
-    """What an implicit process reward model pays each action token, and the log-probs of the model it started from."""
-    ones = jnp.ones(rollout.tokens.shape[:1], jnp.float32)
-    given = (rollout.tokens, rollout.segment_ids, ones, start)
-    of = lambda params: score_rows(params, None, *given, model=model, lora=None, chunk=chunk, size=size).logprobs
-    ref = of(reference)
-    return algos.implicit_process_rewards(of(prm), ref, rollout.action_mask, beta=beta), ref
-
-
-def _by_rows(function: Callable[[Any], Any], arrays: tuple, size: int) -> Any:
-    shape = arrays[0].shape
-    out = jax.lax.map(function, cut(arrays, shape[0] // size))
-    return jax.tree.map(lambda x: x.swapaxes(0, 1).reshape(shape), out)
-
-
-def credit_rows(
-    returns: Float[Array, "N"],
-    valid: Bool[Array, "N"],
-    rollout: Rollout,
-    current: Float[Array, "N T"] | None,
-    ref: Float[Array, "N T"] | None,
-    kl_coefficient: Float[Array, ""],
-    values: Float[Array, "N T"] | None,
-    greedy_returns: Float[Array, "N"] | None,
-    step_rewards: Float[Array, "N T"] | None = None,
-    step_ends: Bool[Array, "N T"] | None = None,
-    *,
-    rule: CreditRule,
-    estimator: str,
-) -> Credit:
-    """Credit of a rollout; with `ref` the KL to it is paid in the reward."""
-    mask = rollout.action_mask
-    kl = None if ref is None else algos.kl_estimate(current, ref, mask, estimator=estimator)
-    policy = (mask, rollout.logprobs, rollout.turn_ids)
-    return rule(Outcomes(returns, valid, *policy, kl, kl_coefficient, values, greedy_returns, step_rewards, step_ends))
+    def on_devices(self, state: TrainState) -> TrainState:
+        """The state as updates take it; what that brings from host memory is deleted there."""
+        if not self.placement.moves_state:
+            return state
+        return move(state, jax.tree.map(lambda x: x.sharding, self.abstract_state), delete=True)
 
 
 def minibatch_rows(
@@ -186,9 +147,7 @@ def state_shardings(
     params = jax.tree.map(lambda spec: jax.ShapeDtypeStruct(spec.shape, jnp.dtype(dtype)), specs, is_leaf=is_spec)
     layouts = {name: plan.tree(tree) for name, tree in specs.items()}
     opt_state = jax.eval_shape(tx.init, params)
-    opt_layouts = optax.tree.map_params(
-        tx, lambda _, layout: layout, opt_state, layouts, transform_non_params=lambda _: plan.replicated
-    )
+    opt_layouts = _like_moments(tx, opt_state, layouts, plan.replicated)
     extra, extra_layout = {"lr_scale": jax.ShapeDtypeStruct((), jnp.float32)}, {"lr_scale": plan.replicated}
     if reference:
         extra["reference"], extra_layout["reference"] = params["policy"], layouts["policy"]
@@ -196,6 +155,11 @@ def state_shardings(
     placed = TrainState(plan.replicated, layouts, opt_layouts, plan.replicated, extra_layout)
     with_layout = lambda x, layout: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=layout)
     return jax.tree.map(with_layout, TrainState(step, params, opt_state, key, extra), placed), placed
+
+
+def _like_moments(tx: optax.GradientTransformation, opt_state: Any, layouts: dict[str, Any], every: Any) -> Any:
+    """The layouts of the optimiser's state: those of the parameters, for all else `every`."""
+    return optax.tree.map_params(tx, lambda _, layout: layout, opt_state, layouts, transform_non_params=lambda _: every)
 
 
 def start(
@@ -211,11 +175,6 @@ def start(
 def lay_out(policy: Params, base: Params | None, *, model: Model, lora: LoraConfig | None) -> Params:
     """The policy's weights as decoding reads them."""
     return prepare_decode(whole(policy, base, lora), model=model)
-
-
-def whole(policy: Params, base: Params | None, lora: LoraConfig | None) -> Params:
-    """All weights of a policy: those that are trained, or those below with the adapter on them."""
-    return policy if lora is None else attach(base, policy, lora)
 
 
 def compile_steps(
@@ -236,18 +195,22 @@ def compile_steps(
     critic: str = "none",
     implicit_prm: float | None = None,
     reference: bool = False,
+    placement: Placement | None = None,
 ) -> Steps:
     """Binds everything static and names every layout; nothing is compiled before its first call.
 
-    `rows` is the number of completions a step; `reference`: the state holds a reference that moves. Raises ValueError
-    if rows do not divide over the mesh. Scoring runs over `score_rows_at_once` rows at a time (None: all).
+    `rows` is the number of completions a step; `reference`: the state holds a reference that moves; `placement`: what
+    lies elsewhere than on the plan's devices. Raises ValueError if rows do not divide over the mesh. Scoring runs over
+    `score_rows_at_once` rows at a time (None: all).
     """
+    placement = placement or Placement(plan, plan)
     if rows % plan.batch_ways:
         raise ValueError(f"{rows} rows do not divide over the {plan.batch_ways} devices of the mesh's batch axes")
-    if sampling is not None and rows % plan.for_decode().batch_ways:
+    over = placement.rollout.for_decode().batch_ways
+    if sampling is not None and rows % over:
         raise ValueError(
-            f"{rows} rows do not divide over the {plan.for_decode().batch_ways} devices that generation splits them over: "
-            "it has no use for columns, and rows take the mesh's axis sequence too"
+            f"{rows} rows do not divide over the {over} devices that generation splits them over: it has no use for "
+            "columns, and rows take the mesh's axis sequence too"
         )
     size = score_rows_at_once or rows
     if rows % size:
@@ -256,34 +219,26 @@ def compile_steps(
     abstract, layouts = state_shardings(specs, plan, tx, param_dtype, reference=reference)
     policy, every, split = layouts.params["policy"], plan.replicated, plan.rows
     base = None if lora is None else plan.tree(model.specs)
-
-    decode_layout = plan.for_decode().tree(decode_specs(model.config))
+    at_rest, moments = placement.rest(layouts.params)
     bind = functools.partial
     if lora is not None and objective is not None:
         objective = adapted(objective, lora)
     return Steps(
         plan=plan,
+        placement=placement,
         abstract_state=abstract,
+        rest=layouts._replace(params=at_rest, opt_state=_like_moments(tx, abstract.opt_state, moments, every)),
+        reference=reference_layout(model, placement, policy),
         init=jax.jit(
             bind(start, tx=tx, reference=reference),
             in_shardings=(layouts.params, every),
             out_shardings=layouts,
             donate_argnums=0,
         ),
-        prepare_decode=jax.jit(
-            bind(lay_out, model=model, lora=lora),
-            in_shardings=(policy, base),
-            out_shardings=decode_layout,
-        ),
-        row_keys=jax.jit(bind(row_keys, rows=rows), out_shardings=split),
-        generate=jax.jit(
-            bind(generate, model=model.for_decode(), sampling=sampling),
-            in_shardings=(decode_layout, Requests(split, split, split, split, split, policy_step=every), every),
-            out_shardings=split,
-        ),
+        **_generation(model, placement, policy, base, lora=lora, sampling=sampling, rows=rows),
         **_scoring(
             model,
-            plan,
+            placement,
             layouts.params,
             base,
             lora=lora,
@@ -304,9 +259,59 @@ def compile_steps(
     )
 
 
+def reference_layout(model: Model, placement: Placement, policy: Any) -> Any:
+    """The layouts of a frozen reference: the policy's, in host memory, or on generation's devices."""
+    if placement.reference == "rollout_mesh":
+        return placement.rollout.tree(model.specs)
+    return on_host(policy) if placement.reference == "host" else policy
+
+
+def _generation(
+    model: Model, placement: Placement, policy: Any, base: Any, *, lora: LoraConfig | None, sampling: Any, rows: int
+) -> dict[str, Callable[..., Any]]:
+    """What samples, by its name in `Steps`; `policy` and `base` are layouts.
+
+    Weights for devices of their own are cast as they lie in training, so that none of it has more than its part of them.
+    """
+    bind, rollout, specs = functools.partial, placement.rollout, decode_specs(model.config)
+    read, split, every = rollout.for_decode().tree(specs), rollout.rows, rollout.replicated
+    laid = jax.jit(
+        bind(lay_out, model=model, lora=lora),
+        in_shardings=(policy, base),
+        out_shardings=placement.train.tree(specs) if placement.apart else read,
+    )
+    return {
+        "prepare_decode": (lambda policy, base: move(laid(policy, base), read)) if placement.apart else laid,
+        "row_keys": jax.jit(bind(row_keys, rows=rows), out_shardings=placement.train.rows),
+        "generate": jax.jit(
+            bind(generate, model=placement.on_rollout(model).for_decode(), sampling=sampling),
+            in_shardings=(read, Requests(split, split, split, split, split, policy_step=every), every),
+            out_shardings=split,
+        ),
+    }
+
+
+def _score_reference(
+    near: Callable[..., Scores], placement: Placement, model: Model, policy: Any, compiled: Callable[..., Any]
+) -> Callable[..., Scores]:
+    """The policy's score, or what stands in for it where a frozen reference lies elsewhere."""
+    if placement.reference == "host":
+        return lambda reference, *rest: near(move(reference, policy), *rest)
+    if placement.reference == "mesh":
+        return near
+    plan, back = placement.rollout, placement.train.rows
+    far = compiled(placement.on_rollout(model), plan, plan.tree(model.specs))
+
+    def on_rollout(reference, base, tokens, segment_ids, temperature, start: int) -> Scores:
+        there = [move(x, plan.rows) for x in (tokens, segment_ids, temperature)]
+        return Scores(*(move(x, back) for x in far(reference, base, *there, start)))
+
+    return on_rollout
+
+
 def _scoring(
     model: Model,
-    plan: Plan,
+    placement: Placement,
     params: dict[str, Any],
     base: Any,
     *,
@@ -317,20 +322,27 @@ def _scoring(
     beta: float | None,
 ) -> dict[str, Callable[..., Any]]:
     """What scores rows, by its name in `Steps`; `params` and `base` are layouts."""
-    bind, split = functools.partial, plan.rows
-    return {
-        "score": jax.jit(
+    bind, plan, split = functools.partial, placement.train, placement.train.rows
+
+    def scores(model: Model, plan: Plan, policy: Any) -> Callable[..., Scores]:
+        return jax.jit(
             bind(score_rows, model=model, lora=lora, chunk=chunk, size=size),
             static_argnums=5,
-            in_shardings=(params["policy"], base, split, split, split),
-            out_shardings=split,
-        ),
-        "values": jax.jit(
-            bind(value_rows, model=model, lora=lora, shared=shared, size=size),
-            static_argnums=4,
-            in_shardings=(params, base, split, split),
-            out_shardings=split,
-        ),
+            in_shardings=(policy, base, plan.rows, plan.rows, plan.rows),
+            out_shardings=plan.rows,
+        )
+
+    values = jax.jit(
+        bind(value_rows, model=model, lora=lora, shared=shared, size=size),
+        static_argnums=4,
+        in_shardings=(params, base, split, split),
+        out_shardings=split,
+    )
+    near = scores(model, plan, params["policy"])
+    return {
+        "score": near,
+        "score_reference": _score_reference(near, placement, model, params["policy"], scores),
+        "values": (lambda given, *rest: values(move(given, params), *rest)) if placement.critic == "host" else values,
         "implicit": jax.jit(
             bind(implicit_rows, model=model, beta=beta, chunk=chunk, size=size),
             static_argnums=3,
@@ -352,13 +364,6 @@ def compile_row_scores(model: Model, plan: Plan, *, members: int = 1) -> Callabl
     )
 
 
-def member_scores(
-    members: dict[str, Params], tokens: Int32[Array, "N T"], segment_ids: Int32[Array, "N T"], *, model: Model
-) -> Float[Array, "K N"]:
-    """`row_scores` of each of K stacked reward models."""
-    return jax.vmap(lambda one: row_scores(one, tokens, segment_ids, model=model))(members)
-
-
 def compile_token_scores(
     model: Model, plan: Plan, *, labels: int = 2, bias: bool = True
 ) -> Callable[..., Float[Array, "N T"]]:
@@ -371,16 +376,3 @@ def compile_token_scores(
         in_shardings=(plan.tree(classifier_specs(model, labels=labels, bias=bias)), *[plan.rows] * 3),
         out_shardings=plan.replicated,
     )
-
-
-def step_chances(
-    classifier: dict[str, Params],
-    tokens: Int32[Array, "N T"],
-    segment_ids: Int32[Array, "N T"],
-    step_ends: Bool[Array, "N T"],
-    *,
-    model: Model,
-) -> Float[Array, "N T"]:
-    """`algos.process_scores` of the head at every token; NaN where a logit is not finite, which σ would make a 0 or 1."""
-    logits = algos.reward_losses.binary_logits(token_logits(classifier, tokens, segment_ids, model=model))
-    return jnp.where(step_ends & ~jnp.isfinite(logits), jnp.nan, algos.process_scores(logits, step_ends))

@@ -147,7 +147,7 @@ def test_a_run_learns_and_writes_its_directory(straight):
 
 
 def test_metrics_have_their_names_and_are_those_of_the_completions(straight):
-    parts = ("generate", "reward", "score", "update")
+    parts = ("weights", "generate", "reward", "score", "update")
     names = {
         "reward",
         "reward_std",

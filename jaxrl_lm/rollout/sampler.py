@@ -74,8 +74,8 @@ class Sampler:
         limits = np.where(sampled, self.max_new_tokens, 0).astype(np.int32)
         temperature = np.broadcast_to(np.asarray(temperature, np.float32), (rows,))
         keys = self.steps.row_keys(key, np.int32(purpose), np.int32(step))
-        place = self.steps.place
-        requests = Requests(*place((tokens, segment_ids)), keys, *place((limits, temperature, np.int32(policy_step))))
+        requests = Requests(tokens, segment_ids, keys, limits, temperature, np.int32(policy_step))
+        requests = self.steps.place_rollout(requests)
         rollout = self.steps.generate(decode_params, requests, self.stops)
         chosen, mask, logprobs, truncated = gather(
             (rollout.tokens, rollout.action_mask, rollout.logprobs, rollout.truncated)
@@ -85,8 +85,8 @@ class Sampler:
         texts = spread(count, decode)
         dataset_rows = [prompts.rows[i] for i in indices for _ in range(self.group_size)]
         return Sampled(
-            rollout=rollout,
-            temperature=requests.temperature,
+            rollout=self.steps.place(rollout),
+            temperature=self.steps.place(requests.temperature),
             count=count,
             rows=dataset_rows,
             prompts=[row["prompt"] for row in dataset_rows],

@@ -1,7 +1,8 @@
 """A plan from what a config says: the mesh's sizes, a preset by name, single rules as text."""
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from types import MappingProxyType
+from typing import Any
 
 from jax.sharding import Mesh
 
@@ -17,9 +18,12 @@ def build_plan(
     preset: str | None = None,
     rules: Mapping[str, str] = NONE,
     decode_rules: Mapping[str, str] = NONE,
+    devices: Sequence[Any] | None = None,
 ) -> Plan:
-    """The mesh with its rules. Raises ValueError, naming the option, for what does not fit."""
-    built = make_mesh(mesh)
+    """The mesh, of these devices (None: all), with its rules. Raises ValueError, naming the option, for what does not
+    fit.
+    """
+    built = make_mesh(mesh, devices=devices)
     decode = parse_rules(decode_rules, built, "decode_sharding_rules")
     return Plan(built, tuple(resolve_rules(built, preset, rules).items()), decode_rules=tuple(decode.items()))
 
