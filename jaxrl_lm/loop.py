@@ -26,6 +26,7 @@ from jaxrl_lm.distributed import agree, any_of, gather, place, writes
 from jaxrl_lm.evaluate import evaluate, probe, probe_message
 from jaxrl_lm.host import Host, make_host
 from jaxrl_lm.learn import learn
+from jaxrl_lm.memory import explained, run_arrays
 from jaxrl_lm.models import Model
 from jaxrl_lm.options import to_toml
 from jaxrl_lm.prepare import Setup, prepare
@@ -152,7 +153,8 @@ def _start(setup: Setup, checkpoints: Checkpoints) -> tuple[Setup, Host, TrainSt
         frozen = Frozen(
             copy_params(setup.params["policy"]) if keeps else None, setup.base, prm_reference=prm, teacher=setup.teacher
         )
-        state = setup.steps.init(setup.params, key)
+        with explained(lambda: "start", lambda: {"params": setup.params, "frozen": frozen}, config):
+            state = setup.steps.init(setup.params, key)
     else:
         kept = {name: tree for name, tree in setup.params.items() if name == "prm" or (keeps and name == "policy")}
         frozen = Frozen(kept.get("policy"), setup.base, prm_reference=kept.get("prm"), teacher=setup.teacher)
@@ -196,6 +198,11 @@ def _before_first_step(setup: Setup, state: TrainState, frozen: Frozen, report: 
 
 def _evaluate(setup: Setup, state: TrainState, frozen: Frozen, step: int) -> dict[str, float]:
     """Metrics of every evaluation set; what each prompt got goes to eval/<set>/step_<n>.jsonl."""
+    with explained(lambda: f"step {step}, evaluate", lambda: run_arrays(state, frozen), setup.config):
+        return _evaluate_sets(setup, state, frozen, step)
+
+
+def _evaluate_sets(setup: Setup, state: TrainState, frozen: Frozen, step: int) -> dict[str, float]:
     config, values = setup.config, {}
     decode_params = setup.steps.prepare_decode(state.params["policy"], frozen.base)
     for number, (name, prompts) in enumerate(setup.eval_sets.items()):
@@ -222,7 +229,13 @@ def _evaluate(setup: Setup, state: TrainState, frozen: Frozen, step: int) -> dic
 
 def _step(setup: Setup, host: Host, state: TrainState, frozen: Frozen, step: int):
     """One step of sampling and its updates: the new state, its metrics, and a function that makes the completion table."""
-    config, clock = setup.config, Clock()
+    clock = Clock()
+    with explained(lambda: f"step {step}, {clock.part}", lambda: run_arrays(state, frozen), setup.config):
+        return _sample_and_learn(setup, host, state, frozen, step, clock)
+
+
+def _sample_and_learn(setup: Setup, host: Host, state: TrainState, frozen: Frozen, step: int, clock: Clock):
+    config = setup.config
     with clock("generate"):
         decode_params = setup.steps.prepare_decode(state.params["policy"], frozen.base)  # of the newest weights
     collected = collect(setup, host, decode_params, state.key, step=step, policy_step=int(state.step), clock=clock)

@@ -6,7 +6,6 @@ Next to read: `plan_report.py`.
 
 import dataclasses
 import functools
-import math
 from collections.abc import Callable
 from typing import Any, NamedTuple
 
@@ -62,17 +61,6 @@ def check_plannable(config: PlanConfig) -> None:
     for name in ("teacher", "mix", "step_reward", "true_reward"):
         if getattr(config, name):
             raise ValueError(f"plan: {name} is not planned yet; leave it out, and add its memory and time by hand")
-
-
-def device_bytes(tree: Any) -> float:
-    """Bytes of a tree of shapes with layouts on one device."""
-
-    def one(leaf) -> float:
-        shape = leaf.sharding.shard_shape(leaf.shape) if leaf.sharding is not None else leaf.shape
-        size = 8 if jax.dtypes.issubdtype(leaf.dtype, jax.dtypes.prng_key) else leaf.dtype.itemsize
-        return float(math.prod(shape) * size)
-
-    return float(sum(one(leaf) for leaf in jax.tree.leaves(tree)))
 
 
 def trace_steps(config: PlanConfig, model_config: ModelConfig, plan: Plan) -> dict[str, PlannedStep]:

@@ -34,6 +34,7 @@ from jaxrl_lm.models import (
     trunk_model,
     value_specs,
 )
+from jaxrl_lm.moments import is_tiles, layout_of
 from jaxrl_lm.score import score, values
 from jaxrl_lm.sharding import Plan
 from jaxrl_lm.types import (
@@ -187,7 +188,7 @@ def state_shardings(
     layouts = {name: plan.tree(tree) for name, tree in specs.items()}
     opt_state = jax.eval_shape(tx.init, params)
     opt_layouts = optax.tree.map_params(
-        tx, lambda _, layout: layout, opt_state, layouts, transform_non_params=lambda _: plan.replicated
+        tx, layout_of, opt_state, layouts, transform_non_params=lambda _: plan.replicated, is_leaf=is_tiles
     )
     extra, extra_layout = {"lr_scale": jax.ShapeDtypeStruct((), jnp.float32)}, {"lr_scale": plan.replicated}
     if reference:
