@@ -137,8 +137,8 @@ class OptimizerOptions:
     param_dtype: Literal["float32", "bfloat16"] = "float32"
     """Of the master weights."""
     remat: Literal["none", "full", "dots", "offload"] | None = None
-    """What the backward pass recomputes; None: full on accelerators, dots (all but matrix products) on CPU. offload: as full,
-    with what it keeps in the host's memory."""
+    """What the backward pass recomputes; None: full on accelerators, dots (all but matrix products) on CPU. offload: as
+    full, and what it keeps lies in the host's memory."""
     score_chunk: int = 2048
     """Tokens whose logits exist at once while scoring."""
 

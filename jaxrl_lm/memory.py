@@ -44,7 +44,9 @@ def read_shortage(message: str) -> Shortage | None:
     found = next((match for pattern in _SHORTAGES if (match := re.search(pattern, message))), None)
     if found is None:
         return None
-    sizes = [float(number) * _UNITS[unit] for number, unit in zip(found.groups()[::2], found.groups()[1::2], strict=True)]
+    sizes = [
+        float(number) * _UNITS[unit] for number, unit in zip(found.groups()[::2], found.groups()[1::2], strict=True)
+    ]
     pattern = rf'Size: {_SIZE}\s+Operator: op_name="([^"]*)"[^\n]*\s+Shape: (\S+)'
     rows = [
         (f"temporary of {origin(name)}", shape.split("{")[0], float(size) * _UNITS[unit])
@@ -111,7 +113,9 @@ def out_of_memory_message(doing: str, message: str, arrays: dict[str, Any], conf
         said = f"{gib(short.needed)} {of}" + (f", {gib(short.available)} available" if short.available else "")
     held = math.fsum(map(device_bytes, arrays.values()))
     largest = [*named_leaves(arrays)[:SHOWN], *(short.temporaries[:SHOWN] if short else ())]
-    lines = [f"{doing}: the devices' memory does not suffice: {said}; the run's own arrays take {gib(held)} of each device"]
+    lines = [
+        f"{doing}: the devices' memory does not suffice: {said}; the run's own arrays take {gib(held)} of each device"
+    ]
     lines += [f"  {gib(size)}  {name}  {shape}" for name, shape, size in largest]
     return "\n".join([*lines, "Change one of: " + "; ".join(remedies(config, doing.split(", ")[-1]))])
 

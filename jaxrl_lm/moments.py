@@ -13,7 +13,9 @@ from typing import Any, NamedTuple
 import jax
 import jax.numpy as jnp
 import optax
-from jax.sharding import NamedSharding, PartitionSpec
+from jax.sharding import NamedSharding
+
+from jaxrl_lm.sharding import divided
 
 TILE, LEAST_TILE = 128, 16  # numbers that share a scale
 SMALL = 4096  # elements of an array that stays float32, as norms and biases do
@@ -90,11 +92,7 @@ def layout_of(moment: Any, layout: NamedSharding) -> Any:
     """The layout of a stored moment: that of its parameter; a tile's scale lies with the tile where tiles are not cut."""
     if not is_tiles(moment):
         return layout
-    sizes = moment.scale.shape
-    names = [*layout.spec, *[None] * (len(sizes) - len(layout.spec))]
-    ways = lambda axes: math.prod(layout.mesh.shape[name] for name in ((axes,) if isinstance(axes, str) else axes or ()))
-    kept = [axes if size % ways(axes) == 0 else None for size, axes in zip(sizes, names, strict=True)]
-    return type(moment)(layout, *[NamedSharding(layout.mesh, PartitionSpec(*kept))] * (len(moment) - 1))
+    return type(moment)(layout, *[divided(layout, moment.scale.shape)] * (len(moment) - 1))
 
 
 def moment_bytes(dtype: str) -> float:
@@ -138,7 +136,9 @@ def _over(function: Callable[..., jax.Array], x: jax.Array, axis: int, tile: int
 
 def _quantize(x: jax.Array, axis: int, tile: int) -> Any:
     others = [other for other in range(x.ndim) if other != axis]
-    return _qwix().quantize(x, jnp.int8, channelwise_axes=others, tiled_axes={axis: tile})
+    # qwix sets the largest number to 127.5, which no level is; here it is 127, so that levels stay where they are.
+    method = f"absmax,{127.5 / (BITS / 2)}"
+    return _qwix().quantize(x, jnp.int8, channelwise_axes=others, tiled_axes={axis: tile}, calibration_method=method)
 
 
 def _to_tiles(key: jax.Array, mu: jax.Array, nu: jax.Array, path: Any, floor: float) -> tuple[Any, Any]:

@@ -8,8 +8,6 @@ import dataclasses
 import math
 from typing import Any
 
-import jax
-
 from jaxrl_lm import hlo
 from jaxrl_lm.flops import count_flops
 from jaxrl_lm.memory import device_bytes, named_leaves, origin, read_shortage

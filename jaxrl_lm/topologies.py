@@ -103,7 +103,13 @@ def topology_devices(topology: Topology) -> list[Any]:
             f"a plan for {topology.name} needs the TPU compiler: pip install 'jaxrl-lm[tpu]' (no TPU is needed)"
         ) from error
     # Nothing here asks a machine's metadata server which TPU it has: there need be none.
-    quiet = {"TPU_SKIP_MDS_QUERY": "1", "TPU_WORKER_HOSTNAMES": "localhost", "TPU_ACCELERATOR_TYPE": "v5litepod-4"}
+    # Nor is one opened: several processes may compile at a time.
+    quiet = {
+        "ALLOW_MULTIPLE_LIBTPU_LOAD": "1",
+        "TPU_SKIP_MDS_QUERY": "1",
+        "TPU_WORKER_HOSTNAMES": "localhost",
+        "TPU_ACCELERATOR_TYPE": "v5litepod-4",
+    }
     for key, value in (quiet | {"TPU_STDERR_LOG_LEVEL": "3", "TPU_MIN_LOG_LEVEL": "3"}).items():
         os.environ.setdefault(key, value)
     from jax.experimental import topologies

@@ -2,6 +2,6 @@
 
 from jaxrl_lm.sharding.mesh import AXES, make_mesh
 from jaxrl_lm.sharding.presets import build_plan
-from jaxrl_lm.sharding.rules import DECODE_RULES, PRESETS, RULES, Plan
+from jaxrl_lm.sharding.rules import DECODE_RULES, PRESETS, RULES, Plan, divided
 
-__all__ = ["AXES", "DECODE_RULES", "PRESETS", "RULES", "Plan", "build_plan", "make_mesh"]
+__all__ = ["AXES", "DECODE_RULES", "PRESETS", "RULES", "Plan", "build_plan", "divided", "make_mesh"]
