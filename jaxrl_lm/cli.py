@@ -224,7 +224,7 @@ def main(argv: Sequence[str] | None = None) -> None:
     try:
         with ending_together(f"jaxrl-lm {name}"):
             COMMANDS[name](rest)
-    except (ValueError, OSError, ImportError, FloatingPointError) as error:
+    except (ValueError, OSError, ImportError, FloatingPointError, MemoryError) as error:
         if os.environ.get("JAXRL_LM_TRACEBACK"):
             raise
         print(f"jaxrl-lm {name}: error: {error}", file=sys.stderr)

@@ -11,11 +11,13 @@ class Clock:
 
     def __init__(self):
         self.seconds: dict[str, float] = collections.defaultdict(float)
+        self.part = "between its parts"  # under way; after an error the one that it ended
 
     @contextlib.contextmanager
     def __call__(self, name: str) -> Iterator[None]:
-        start = time.perf_counter()
+        start, before, self.part = time.perf_counter(), self.part, name
         yield
+        self.part = before
         self.seconds[name] += time.perf_counter() - start
 
     def metrics(self) -> dict[str, float]:

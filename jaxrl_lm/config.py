@@ -132,10 +132,13 @@ class OptimizerOptions:
     adam_b1: float = 0.9
     adam_b2: float = 0.95
     adam_eps: float = 1e-8
+    moments_dtype: Literal["float32", "bfloat16", "int8"] = "float32"
+    """Of Adam's two moments; int8 in blocks, which needs the extra 8bit. See docs/scale_memory.md."""
     param_dtype: Literal["float32", "bfloat16"] = "float32"
     """Of the master weights."""
-    remat: Literal["none", "full", "dots"] | None = None
-    """What the backward pass recomputes; None: full on accelerators, dots (all but matrix products) on CPU."""
+    remat: Literal["none", "full", "dots", "offload"] | None = None
+    """What the backward pass recomputes; None: full on accelerators, dots (all but matrix products) on CPU. offload: as
+    full, and what it keeps lies in the host's memory."""
     score_chunk: int = 2048
     """Tokens whose logits exist at once while scoring."""
 

@@ -22,6 +22,7 @@ from jaxrl_lm.clock import Clock
 from jaxrl_lm.distributed import agree, any_of, place, writes
 from jaxrl_lm.fit_config import FitOptions
 from jaxrl_lm.fit_steps import FitSteps
+from jaxrl_lm.memory import explained, run_arrays
 from jaxrl_lm.models import Model
 from jaxrl_lm.options import to_toml
 from jaxrl_lm.report import Reporter
@@ -113,7 +114,7 @@ def fit(setup: Fit) -> FitRun:
         )
         for note in (*setup.notes, *notes):
             report.message(note)
-        if done == 0 and config.eval_steps and (values := setup.source.evaluate(state, frozen)):
+        if done == 0 and config.eval_steps and (values := _evaluate(setup, state, frozen, 0)):
             _check_best(config.best_metric, values)
             report.log(0, values)
         step, save_time, before = done, 0.0, setup.source.state()
@@ -129,7 +130,7 @@ def fit(setup: Fit) -> FitRun:
             values["time/checkpoint"] = save_time
             last = step == setup.total_steps
             if config.eval_steps and (step % config.eval_steps == 0 or last):
-                values |= (found := setup.source.evaluate(state, frozen))
+                values |= (found := _evaluate(setup, state, frozen, step))
                 _check_best(config.best_metric, found)
             report.log(step, values)
             history.append({"step": step, **values})
@@ -150,6 +151,11 @@ def fit(setup: Fit) -> FitRun:
     )  # fmt: skip
 
 
+def _evaluate(setup: Fit, state: TrainState, frozen: Frozen, step: int) -> dict[str, float]:
+    with explained(lambda: f"step {step}, evaluate", lambda: run_arrays(state, frozen), setup.config):
+        return setup.source.evaluate(state, frozen)
+
+
 def _check_best(name: str | None, values: dict[str, float]) -> None:
     if name is not None and name not in values:
         raise ValueError(f"best_metric={name!r} is no metric of the evaluation; there are {', '.join(values)}")
@@ -162,7 +168,8 @@ def _start(setup: Fit, checkpoints: Checkpoints) -> tuple[TrainState, Frozen, in
         if setup.reference_is_start:
             frozen = frozen._replace(reference=copy_params(setup.params["policy"]))
         key = place(jax.random.key(config.seed), setup.steps.plan.replicated)
-        state, done, tokens, notes = setup.steps.init(setup.params, key), 0, 0, []
+        with explained(lambda: "start", lambda: {"params": setup.params, "frozen": frozen}, config):
+            state, done, tokens, notes = setup.steps.init(setup.params, key), 0, 0, []
     else:
         saved = checkpoints.restore_host(step=latest)
         check_command(setup.directory, setup.command)
@@ -184,6 +191,13 @@ def _step(
 ) -> tuple[TrainState, dict[str, float], int]:
     """One optimiser step: the new state, its metrics, and the tokens seen so far."""
     clock = Clock()
+    with explained(lambda: f"step {step}, {clock.part}", lambda: run_arrays(state, frozen), setup.config):
+        return _learn(setup, state, frozen, step, tokens, clock)
+
+
+def _learn(
+    setup: Fit, state: TrainState, frozen: Frozen, step: int, tokens: int, clock: Clock
+) -> tuple[TrainState, dict[str, float], int]:
     batch, more = setup.source.take(step, state, frozen, clock)
     new_tokens = more.pop("tokens")
     if batch is None:  # nothing to learn from: no optimiser step, momentum would move the weights all the same

@@ -25,7 +25,7 @@ from jax._src.distributed import global_state
 _FAILED = "jaxrl_lm/failed"
 _POLL = 0.5  # seconds between looks for a failure of another process
 _GRACE = 4.0  # seconds in which another's word is waited for, and in which the first process keeps its own readable
-_EXPECTED = (ValueError, OSError, ImportError, FloatingPointError)  # told in one line
+_EXPECTED = (ValueError, OSError, ImportError, FloatingPointError, MemoryError)  # told in one line
 _MPI = (("PMI_SIZE", "PMI_RANK"), ("WORLD_SIZE", "RANK"))  # of MPICH, and of torchrun and Kubernetes operators
 
 

@@ -26,6 +26,7 @@ from jaxrl_lm.distributed import agree, any_of, gather, place, writes
 from jaxrl_lm.evaluate import evaluate, probe, probe_message
 from jaxrl_lm.host import Host, make_host
 from jaxrl_lm.learn import learn
+from jaxrl_lm.memory import explained, run_arrays
 from jaxrl_lm.models import Model
 from jaxrl_lm.options import to_toml
 from jaxrl_lm.prepare import Setup, prepare
@@ -151,7 +152,8 @@ def _start(setup: Setup, checkpoints: Checkpoints) -> tuple[Setup, Host, TrainSt
     if latest is None:
         prm = copy_params(setup.params["prm"]) if "prm" in setup.params else None
         reference = keep(setup.params["policy"], setup.steps.reference) if keeps else None
-        state = setup.steps.init(setup.params, key)
+        with explained(lambda: "start", lambda: {"params": setup.params, "reference": reference}, config):
+            state = setup.steps.init(setup.params, key)
     else:
         prm = setup.params.get("prm")
         reference = move(setup.params["policy"], setup.steps.reference) if keeps else None
@@ -198,6 +200,11 @@ def _before_first_step(setup: Setup, state: TrainState, frozen: Frozen, report: 
 
 def _evaluate(setup: Setup, state: TrainState, frozen: Frozen, step: int) -> dict[str, float]:
     """Metrics of every evaluation set; what each prompt got goes to eval/<set>/step_<n>.jsonl."""
+    with explained(lambda: f"step {step}, evaluate", lambda: run_arrays(state, frozen), setup.config):
+        return _evaluate_sets(setup, state, frozen, step)
+
+
+def _evaluate_sets(setup: Setup, state: TrainState, frozen: Frozen, step: int) -> dict[str, float]:
     config, values = setup.config, {}
     decode_params = setup.steps.prepare_decode(state.params["policy"], frozen.base)
     for number, (name, prompts) in enumerate(setup.eval_sets.items()):
@@ -224,7 +231,13 @@ def _evaluate(setup: Setup, state: TrainState, frozen: Frozen, step: int) -> dic
 
 def _step(setup: Setup, host: Host, state: TrainState, frozen: Frozen, step: int):
     """One step of sampling and its updates: the new state, its metrics, and a function that makes the completion table."""
-    config, clock = setup.config, Clock()
+    clock = Clock()
+    with explained(lambda: f"step {step}, {clock.part}", lambda: run_arrays(state, frozen), setup.config):
+        return _sample_and_learn(setup, host, state, frozen, step, clock)
+
+
+def _sample_and_learn(setup: Setup, host: Host, state: TrainState, frozen: Frozen, step: int, clock: Clock):
+    config = setup.config
     with clock("weights"):  # the newest
         decode_params = jax.block_until_ready(setup.steps.prepare_decode(state.params["policy"], frozen.base))
     collected = collect(setup, host, decode_params, state.key, step=step, policy_step=int(state.step), clock=clock)

@@ -5,6 +5,8 @@ from typing import Any
 import jax
 import optax
 
+from jaxrl_lm.moments import scale_by_stored_adam
+
 SCHEDULES = ("constant", "linear", "cosine")
 
 
@@ -44,15 +46,21 @@ def make_optimizer(
     b2: float,
     eps: float,
     stacked: bool = False,
+    moments_dtype: str = "float32",
 ) -> optax.GradientTransformation:
-    """Clipping by global norm (0: none), then AdamW (Loshchilov and Hutter, 2019).
+    """Clipping by global norm (0: none), then AdamW (Loshchilov and Hutter, 2019), its moments stored as `moments.py` does.
 
     `stacked`: the leaves' first axis is that of an ensemble's members, each of which is clipped by its own norm.
     """
     clip = optax.clip_by_global_norm(max_grad_norm) if max_grad_norm else optax.identity()
     if stacked:
         clip = _each_member(clip)
-    return optax.chain(clip, optax.adamw(schedule, b1=b1, b2=b2, eps=eps, weight_decay=weight_decay, mask=decay_mask))
+    adamw = optax.chain(
+        scale_by_stored_adam(b1=b1, b2=b2, eps=eps, dtype=moments_dtype),
+        optax.add_decayed_weights(weight_decay, decay_mask),
+        optax.scale_by_learning_rate(schedule),
+    )
+    return optax.chain(clip, adamw)
 
 
 def _each_member(transform: optax.GradientTransformation) -> optax.GradientTransformation:
@@ -74,5 +82,6 @@ def optimizer_of(config: Any, *, total_steps: int) -> tuple[optax.Schedule, opta
         b2=config.adam_b2,
         eps=config.adam_eps,
         stacked=getattr(config, "members", 1) > 1,
+        moments_dtype=config.moments_dtype,
     )
     return schedule, tx

@@ -13,13 +13,16 @@ from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
 import jax
+from jax.sharding import AbstractMesh, AxisType
 
 from jaxrl_lm.models import ModelConfig
 from jaxrl_lm.plan_config import PlanConfig, open_model_config
 from jaxrl_lm.plan_estimate import candidate_meshes, choose_mesh, estimate, parameters
+from jaxrl_lm.plan_memory import model_memory, moment_changes, savings
 from jaxrl_lm.plan_report import StepReport, measure, out_of_memory, run_numbers, traced_flops
 from jaxrl_lm.plan_steps import PlannedStep, check_plannable, trace_steps
-from jaxrl_lm.sharding import Plan, make_mesh
+from jaxrl_lm.sharding import build_plan
+from jaxrl_lm.sharding.mesh import mesh_shape
 from jaxrl_lm.topologies import GIB, Topology, parse_topology, topology_devices
 
 Say = Callable[[str], None]
@@ -46,7 +49,7 @@ def run_plan(config: PlanConfig, *, say: Say = to_stderr) -> dict[str, Any]:
     else:
         steps = estimate(config, model, _sizes(config, topology), topology)
         notes.append("ESTIMATE by arithmetic: nothing was compiled for these devices")
-    fits = all(step.fits for step in steps)
+    fits, layouts = all(step.fits for step in steps), _layouts(config, topology)
     return {
         "model": config.model,
         "parameters": parameters(model),
@@ -59,6 +62,8 @@ def run_plan(config: PlanConfig, *, say: Say = to_stderr) -> dict[str, Any]:
         "notes": notes,
         "fits": fits,
         "steps": steps,
+        "memory": model_memory(config, model, layouts),
+        "savings": savings(config, model, layouts),
         "run": run_numbers(steps, config, topology) if fits else None,
         "suggestions": [] if fits else suggest(config, model, topology, steps, say=say),
     }
@@ -76,11 +81,19 @@ def _sizes(config: PlanConfig, topology: Topology) -> dict[str, int]:
     return mesh
 
 
+def _layouts(config: PlanConfig, topology: Topology) -> Plan:
+    """The plan of the mesh without its devices."""
+    shape = mesh_shape(_sizes(config, topology), topology.count)
+    return Plan(AbstractMesh(tuple(shape.values()), tuple(shape), axis_types=(AxisType.Auto,) * len(shape)))
+
+
 def compile_steps_for(
     config: PlanConfig, model: ModelConfig, topology: Topology, *, say: Say, only: tuple[str, ...] = ()
 ) -> list[StepReport]:
     """The steps' numbers, each compiled for the topology, two at a time; `only` names some."""
-    plan = Plan(make_mesh(_sizes(config, topology), devices=topology_devices(topology)))
+    rules = {"rules": config.sharding_rules, "decode_rules": config.decode_sharding_rules}
+    devices = topology_devices(topology)
+    plan = build_plan(_sizes(config, topology), preset=config.sharding_preset, **rules, devices=devices)
     planned = [step for name, step in trace_steps(config, model, plan).items() if not only or name in only]
     with ThreadPoolExecutor(max_workers=min(2, os.cpu_count() or 1)) as pool:
         jobs = []
@@ -149,13 +162,14 @@ def changes(
     if learning and micro > batch:
         least = {"microbatch_completions": batch}
         found += [{"microbatch_completions": max(batch, micro // 4)}, least] if micro // 4 > batch else [least]
-    if "update" in failed and config.remat not in (None, "full"):
+    if "update" in failed and config.remat not in (None, "full", "offload"):
         found.append({"remat": "full"})
     smaller = {} if micro <= batch or not learning else {"microbatch_completions": batch}
     for other in candidate_meshes(dataclasses.replace(config, **smaller), model, topology.count):
         if other["tensor"] > mesh.get("tensor", 1):
             ways = {"microbatch_completions": other["fsdp"]} if learning and micro > other["fsdp"] else {}
             found.append({"mesh": other} | ways)
+    found += moment_changes(config)  # every step has them in memory
     if config.param_dtype == "float32":
         found.append({"param_dtype": "bfloat16"})
     return found

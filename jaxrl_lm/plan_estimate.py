@@ -10,6 +10,7 @@ import math
 from jaxrl_lm.checks import needs_reference, old_logprobs_of, updates_per_step
 from jaxrl_lm.hlo import Collective
 from jaxrl_lm.models import ModelConfig, decoder_specs
+from jaxrl_lm.moments import moment_bytes
 from jaxrl_lm.plan_config import PlanConfig
 from jaxrl_lm.plan_report import StepReport, network_seconds, summed
 from jaxrl_lm.topologies import Topology
@@ -95,7 +96,8 @@ def step_memory(config: PlanConfig, model: ModelConfig, mesh: dict[str, int]) ->
     tensor, batch = mesh.get("tensor", 1), mesh.get("data", 1) * mesh.get("fsdp", 1)
     model_ways = tensor * mesh.get("fsdp", 1)
     held = weights * _ITEM[config.param_dtype] / model_ways
-    state = held * (3 + (3 if config.critic == "separate" else 0))
+    trained = held + weights * moment_bytes(config.moments_dtype) / model_ways
+    state = trained * (2 if config.critic == "separate" else 1)
     reference = held if needs_reference(config) else 0.0
     # Between the steps that read them: what is in host memory is not there.
     moments = 0 if config.optimizer_placement == "host" else 2
@@ -113,7 +115,7 @@ def step_memory(config: PlanConfig, model: ModelConfig, mesh: dict[str, int]) ->
     inner = micro * columns * (3.0 * m.intermediate_size / tensor + 4.0 * m.hidden_size) * width
     layer = 2.0 * work.linear * width / tensor
     forward = attention + logits + inner + layer
-    saved = m.num_layers * micro * columns * m.hidden_size * width
+    saved = 0.0 if config.remat == "offload" else m.num_layers * micro * columns * m.hidden_size * width
     if config.remat == "none":
         saved += m.num_layers * (attention + inner)
     gradients = held * (2.0 if work.micro < (config.minibatch_completions or work.rows) else 1.0)
@@ -163,7 +165,8 @@ def step_traffic(config: PlanConfig, model: ModelConfig, mesh: dict[str, int]) -
     work, weights = work_of(config, model), parameters(model)
     tensor, batch = mesh.get("tensor", 1), mesh.get("data", 1) * mesh.get("fsdp", 1)
     width, m, columns = _ITEM[config.dtype or "bfloat16"], model, work.prompt + work.new
-    held = weights * _ITEM[config.param_dtype] / (tensor * mesh.get("fsdp", 1))
+    ways = tensor * mesh.get("fsdp", 1)
+    held, moments = weights * _ITEM[config.param_dtype] / ways, weights * moment_bytes(config.moments_dtype) / ways
     cache = 2.0 * m.num_layers * (work.rows / batch) * (m.num_kv_heads / tensor) * columns * m.head_dim * width
     squares = 4.0 * 4.0 * m.num_layers * (work.rows / batch) * (m.num_heads / tensor) * columns**2
     passes = work.rows / work.micro
@@ -172,7 +175,9 @@ def step_traffic(config: PlanConfig, model: ModelConfig, mesh: dict[str, int]) -
         "prepare_decode": 2.0 * held + weights * width / tensor,
         "generate": work.new * (weights * width / tensor + cache),
         "score": passes * weights * width / tensor + squares,
-        "update": 3.0 * (update_passes * weights * width / tensor + squares * update_passes / passes) + 7.0 * held,
+        "update": 3.0 * (update_passes * weights * width / tensor + squares * update_passes / passes)
+        + 3.0 * held
+        + 2.0 * moments,
     }
 
 

@@ -6,19 +6,16 @@ Estimates without a compiler: `plan_estimate.py`. How each number comes about: d
 
 import dataclasses
 import math
-import re
 from typing import Any
-
-import jax
 
 from jaxrl_lm import hlo
 from jaxrl_lm.flops import count_flops
+from jaxrl_lm.memory import device_bytes, named_leaves, origin, read_shortage
 from jaxrl_lm.plan_config import PlanConfig
-from jaxrl_lm.plan_steps import PlannedStep, device_bytes
+from jaxrl_lm.plan_steps import PlannedStep
 from jaxrl_lm.topologies import GIB, Chip, Topology
 
 SHOWN = 6  # buffers and collectives of a step in the report
-_UNITS = {"": 1, "K": 1 << 10, "M": 1 << 20, "G": 1 << 30, "T": 1 << 40}
 
 
 @dataclasses.dataclass(frozen=True)
@@ -82,23 +79,6 @@ def summed(collectives: list[hlo.Collective]) -> tuple[tuple[str, int, float, fl
     return tuple(sorted(((*key, *value) for key, value in found.items()), key=lambda row: -row[3]))
 
 
-def named_leaves(trees: dict[str, Any]) -> list[tuple[str, str, float]]:
-    """(our name, shape on a device, bytes on a device) of every array, the largest first."""
-    found = []
-    for root, tree in trees.items():
-        for path, leaf in jax.tree_util.tree_leaves_with_path(tree):
-            parts = [str(getattr(key, "key", getattr(key, "idx", getattr(key, "name", key)))) for key in path]
-            shape = leaf.sharding.shard_shape(leaf.shape) if leaf.sharding is not None else leaf.shape
-            found.append((".".join([root, *parts]), f"{leaf.dtype}{list(shape)}", device_bytes(leaf)))
-    return sorted(found, key=lambda row: -row[2])
-
-
-def origin(op_name: str) -> str:
-    """The end of a JAX operation's name, which says what it is."""
-    parts = [part for part in op_name.split("/") if part not in ("while", "body", "closed_call", "checkpoint")]
-    return "/".join(parts[-2:]) or "made by the compiler"
-
-
 def largest(step: PlannedStep, module: hlo.Module | None) -> tuple[tuple[str, str, float], ...]:
     """The largest arrays of a step: arguments and what stands beside by our names, temporaries by their operation."""
     rows = named_leaves(step.arguments | step.beside)[:SHOWN]
@@ -155,30 +135,24 @@ def measure(
 
 def out_of_memory(step: PlannedStep, message: str, topology: Topology, *, seconds: float) -> StepReport:
     """XLA's out-of-memory report as ours. Raises ValueError for another error's message."""
-    sizes = re.search(r"\(([\d.]+)([KMGT]?)\) exceeds available HBM \(([\d.]+)([KMGT]?)\)", message)
-    sizes = sizes or re.search(r"Used ([\d.]+)([KMGT]?) of ([\d.]+)([KMGT]?) hbm", message)
-    if sizes is None:
+    short = read_shortage(message)
+    if short is None or short.available is None:
         raise ValueError(f"{step.name} does not compile for {topology.name}: {message.strip().splitlines()[0][:400]}")
-    used, available = (float(sizes[n]) * _UNITS[sizes[n + 1]] for n in (1, 3))
     arguments, beside = (math.fsum(map(device_bytes, trees.values())) for trees in (step.arguments, step.beside))
-    rows = named_leaves(step.arguments | step.beside)[:SHOWN]
-    pattern = r'Size: ([\d.]+)([KMGT]?)\s+Operator: op_name="([^"]*)"[^\n]*\s+Shape: (\S+)'
-    for size, unit, op_name, shape in re.findall(pattern, message):
-        rows.append((f"temporary of {origin(op_name)}", shape.split("{")[0], float(size) * _UNITS[unit]))
-    if "HLO temporaries" in message:  # the arguments are not counted in it
-        used += arguments
+    rows = [*named_leaves(step.arguments | step.beside)[:SHOWN], *short.temporaries]
+    used = short.needed + (arguments if short.beside_arguments else 0.0)
     return StepReport(
         name=step.name,
         runs=step.runs,
         fits=False,
         used=used + beside,
-        available=available,
+        available=short.available,
         arguments=arguments,
         temporaries=max(used - arguments, 0.0),
         beside=beside,
         largest=tuple(sorted(rows, key=lambda row: -row[2])[:SHOWN]),
         compile_seconds=seconds,
-        error=f"the compiler ran out of memory: {used / GIB:.1f} of {available / GIB:.1f} GiB",
+        error=f"the compiler ran out of memory: {used / GIB:.1f} of {short.available / GIB:.1f} GiB",
     )
 
 

@@ -6,8 +6,8 @@ Next to read: `plan_report.py`.
 
 import dataclasses
 import functools
-import math
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any, NamedTuple
 
 import jax
@@ -24,10 +24,12 @@ from jaxrl_lm.checks import (
     updates_per_step,
 )
 from jaxrl_lm.config import SamplingConfig
-from jaxrl_lm.models import Model, ModelConfig, build, decode_specs
+from jaxrl_lm.models import Model, ModelConfig, build, critic_specs, decode_specs, stacked
+from jaxrl_lm.models.hf_config import config_from_hf, read_json
 from jaxrl_lm.placement import Placement, check_placement
-from jaxrl_lm.plan_config import PlanConfig
+from jaxrl_lm.plan_config import PlanConfig, open_model_config
 from jaxrl_lm.prepare import compile_run
+from jaxrl_lm.reward_model import PREFIX
 from jaxrl_lm.sharding import Plan
 from jaxrl_lm.steps import Steps, minibatch_rows
 from jaxrl_lm.types import Frozen, Requests, Scores
@@ -52,6 +54,7 @@ class Shapes(NamedTuple):
     decode: Any
     requests: Requests
     rollout: Any
+    rewards: dict[str, Any]  # reward models, by their options
 
 
 def with_machine_defaults(config: PlanConfig, model: ModelConfig) -> ModelConfig:
@@ -72,17 +75,6 @@ def check_plannable(config: PlanConfig) -> None:
     for name in ("reference_placement", "reward_placement"):
         if getattr(config, name) == "rollout_mesh":
             raise ValueError(f"plan: {name}='rollout_mesh' is not planned yet: use mesh or host")
-
-
-def device_bytes(tree: Any) -> float:
-    """Bytes of a tree of shapes with layouts on one device."""
-
-    def one(leaf) -> float:
-        shape = leaf.sharding.shard_shape(leaf.shape) if leaf.sharding is not None else leaf.shape
-        size = 8 if jax.dtypes.issubdtype(leaf.dtype, jax.dtypes.prng_key) else leaf.dtype.itemsize
-        return float(math.prod(shape) * size)
-
-    return float(sum(one(leaf) for leaf in jax.tree.leaves(tree)))
 
 
 def trace_steps(config: PlanConfig, model_config: ModelConfig, plan: Plan) -> dict[str, PlannedStep]:
@@ -128,7 +120,8 @@ def _placed(tree: Any, layouts: Any) -> Any:
     return jax.tree.map(put, tree, layouts)
 
 
-def _weights(specs: Any, plan: Plan, dtype: str) -> Any:
+def weights_of(specs: Any, plan: Plan, dtype: str) -> Any:
+    """Shapes with layouts of weights that are declared so."""
     is_spec = lambda node: hasattr(node, "axes")
     shapes = jax.tree.map(lambda spec: jax.ShapeDtypeStruct(spec.shape, jnp.dtype(dtype)), specs, is_leaf=is_spec)
     return _placed(shapes, plan.tree(specs))
@@ -150,13 +143,14 @@ def _shapes(config: PlanConfig, model: Model, plan: Plan, steps: Steps) -> Shape
     trained = steps.abstract_state.params
     frozen = Frozen(
         reference=trained["policy"] if keeps else None,
-        base=None if lora_of(config) is None else _weights(model.specs, plan, config.param_dtype),
+        base=None if lora_of(config) is None else weights_of(model.specs, plan, config.param_dtype),
         prm_reference=trained.get("prm"),
     )
-    decode = _weights(decode_specs(model.config), plan.for_decode(), model.config.dtype)
+    decode = weights_of(decode_specs(model.config), plan.for_decode(), model.config.dtype)
     rollout = _placed(jax.eval_shape(steps.generate, decode, requests, None), plan.rows)
     held = _at_rest(config, steps.abstract_state, frozen)
-    return Shapes(steps.abstract_state, frozen, held, decode, requests, rollout)
+    rewards = {} if config.reward_placement == "host" else reward_models(config, model, plan)
+    return Shapes(steps.abstract_state, frozen, held, decode, requests, rollout, rewards)
 
 
 def _at_rest(config: PlanConfig, state: Any, frozen: Frozen) -> tuple[Any, Frozen]:
@@ -168,6 +162,25 @@ def _at_rest(config: PlanConfig, state: Any, frozen: Frozen) -> tuple[Any, Froze
     return state._replace(params=left(state.params), opt_state=moments), frozen._replace(reference=reference)
 
 
+def reward_models(config: PlanConfig, policy: Model, plan: Plan) -> dict[str, Any]:
+    """Weights of the reward models that the config names, by option, in the dtype that they are loaded in.
+
+    Raises ValueError or FileNotFoundError for one whose config.json is not there.
+    """
+    found = {}
+    for option in config.reward:
+        if not option.startswith(PREFIX):
+            continue
+        name = option.removeprefix(PREFIX).split("?")[0]
+        members = sorted(Path(name).glob("member_*")) or [Path(name)]  # an ensemble's directory holds one for each
+        path = members[0] / "config.json"
+        untied = {"architectures": None, "tie_word_embeddings": True}  # a classifier has no table of outputs
+        own = config_from_hf(read_json(path) | untied) if path.exists() else open_model_config(name)
+        specs = critic_specs(build(own, plan=plan))
+        found[option] = weights_of(stacked(specs, len(members)), plan, policy.config.dtype)
+    return found
+
+
 def _held(shapes: Shapes, *, policy: bool = True, base: bool = True, rollout: bool = True) -> dict[str, Any]:
     """What a run holds on the devices besides a step's own arguments; leave out what is among these."""
     state, frozen = shapes.held
@@ -175,6 +188,7 @@ def _held(shapes: Shapes, *, policy: bool = True, base: bool = True, rollout: bo
     held = params | {"opt_state": state.opt_state, "extra": state.extra}
     frozen = frozen if base else frozen._replace(base=None)
     held |= {f"frozen.{name}": tree for name, tree in frozen._asdict().items() if tree is not None}
+    held |= shapes.rewards
     return held | ({"rollout": shapes.rollout} if rollout else {})
 
 
@@ -233,7 +247,8 @@ def _update(config: PlanConfig, algorithm: Any, shapes: Shapes, steps: Steps, pl
     arguments |= {"extra": state.extra, "batch": batch}
     arguments |= {f"frozen.{name}": tree for name, tree in frozen._asdict().items() if tree is not None}
     trace = lambda: steps.update.trace(state, frozen, batch)
-    return PlannedStep("update", trace, arguments, {"rollout": shapes.rollout}, updates_per_step(config))
+    beside = {"rollout": shapes.rollout} | shapes.rewards
+    return PlannedStep("update", trace, arguments, beside, updates_per_step(config))
 
 
 def _batch(config: PlanConfig, algorithm: Any, shapes: Shapes, steps: Steps) -> Any:

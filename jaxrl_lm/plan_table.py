@@ -4,6 +4,7 @@ import dataclasses
 import math
 from typing import Any
 
+from jaxrl_lm.plan_memory import Part, Saving
 from jaxrl_lm.plan_report import StepReport
 from jaxrl_lm.topologies import GIB
 
@@ -14,6 +15,8 @@ def to_json(report: dict[str, Any]) -> dict[str, Any]:
     def plain(value: Any) -> Any:
         if isinstance(value, StepReport):
             return plain(dataclasses.asdict(value) | {"roofline": value.roofline, "limit": value.limit})
+        if isinstance(value, Part | Saving):
+            return plain(value._asdict())
         if isinstance(value, dict):
             return {key: plain(one) for key, one in value.items()}
         if isinstance(value, list | tuple):
@@ -60,6 +63,18 @@ def step_lines(step: StepReport) -> list[str]:
     return lines
 
 
+def memory_lines(parts: list[Part], savings: list[Saving]) -> list[str]:
+    """The models' memory, one a line, and what changes would save of it."""
+    models = dict.fromkeys(part.model for part in parts)
+    own = {name: [f"{part.part} {gib(part.bytes)}" for part in parts if part.model == name] for name in models}
+    lines = ["models, GiB of one device (gradients while an update runs; decode, a copy, while it generates):"]
+    lines += [f"  {name}: {', '.join(of)}" for name, of in own.items()]
+    for one in savings:
+        more = f", and {gib(one.gradients)} while an update runs" if one.gradients else ""
+        lines.append(f"  {one.change} would save {gib(one.held)}{more}")
+    return lines
+
+
 def to_text(report: dict[str, Any]) -> str:
     """The report for the terminal."""
     lines = [f"{report['model']} ({report['parameters'] / 1e9:.3g} B parameters) on {report['topology']}: "
@@ -67,6 +82,7 @@ def to_text(report: dict[str, Any]) -> str:
     lines += [f"  {note}" for note in report["notes"]]
     for step in report["steps"]:
         lines += ["", *step_lines(step)]
+    lines += ["", *memory_lines(report["memory"], report["savings"])]
     numbers = report["run"]
     lines.append("")
     if numbers is None:

@@ -29,6 +29,7 @@ from jaxrl_lm.models import (
     stacked,
     value_specs,
 )
+from jaxrl_lm.moments import is_tiles, layout_of
 from jaxrl_lm.placement import Placement
 from jaxrl_lm.rows import credit_rows, implicit_rows, member_scores, score_rows, step_chances, value_rows, whole
 from jaxrl_lm.sharding import Plan, move, on_host
@@ -159,7 +160,9 @@ def state_shardings(
 
 def _like_moments(tx: optax.GradientTransformation, opt_state: Any, layouts: dict[str, Any], every: Any) -> Any:
     """The layouts of the optimiser's state: those of the parameters, for all else `every`."""
-    return optax.tree.map_params(tx, lambda _, layout: layout, opt_state, layouts, transform_non_params=lambda _: every)
+    return optax.tree.map_params(
+        tx, layout_of, opt_state, layouts, transform_non_params=lambda _: every, is_leaf=is_tiles
+    )
 
 
 def start(

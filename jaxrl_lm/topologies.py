@@ -104,8 +104,12 @@ def topology_devices(topology: Topology) -> list[Any]:
         ) from error
     # Nothing here asks a machine's metadata server which TPU it has: there need be none. Nor is one opened, so that
     # several plans, and a run that holds a TPU, do not keep each other out.
-    quiet = {"ALLOW_MULTIPLE_LIBTPU_LOAD": "1"}
-    quiet |= {"TPU_SKIP_MDS_QUERY": "1", "TPU_WORKER_HOSTNAMES": "localhost", "TPU_ACCELERATOR_TYPE": "v5litepod-4"}
+    quiet = {
+        "ALLOW_MULTIPLE_LIBTPU_LOAD": "1",
+        "TPU_SKIP_MDS_QUERY": "1",
+        "TPU_WORKER_HOSTNAMES": "localhost",
+        "TPU_ACCELERATOR_TYPE": "v5litepod-4",
+    }
     for key, value in (quiet | {"TPU_STDERR_LOG_LEVEL": "3", "TPU_MIN_LOG_LEVEL": "3"}).items():
         os.environ.setdefault(key, value)
     from jax.experimental import topologies

@@ -127,7 +127,7 @@ def adamw_loop(weight, gradients, rates, *, b1, b2, eps, decay):
 def test_options_reach_schedule_and_optimiser():
     config = types.SimpleNamespace(
         lr_scheduler="linear", learning_rate=0.5, warmup_steps=2, max_grad_norm=1.0, weight_decay=0.1, adam_b1=0.8,
-        adam_b2=0.7, adam_eps=1e-3,
+        adam_b2=0.7, adam_eps=1e-3, moments_dtype="float32",
     )  # fmt: skip
     schedule, tx = optimizer_of(config, total_steps=6)
     rates = [0.25, 0.5, 0.5, 0.375, 0.25, 0.125]

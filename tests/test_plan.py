@@ -11,11 +11,12 @@ from jax.sharding import AxisType
 
 from jaxrl_lm import cli, hlo
 from jaxrl_lm.flops import count_flops
+from jaxrl_lm.memory import device_bytes
 from jaxrl_lm.plan import changes, run_plan
 from jaxrl_lm.plan_config import SHIPPED, PlanConfig, open_model_config, shipped_models
 from jaxrl_lm.plan_estimate import choose_mesh, parameters, step_flops, step_memory
 from jaxrl_lm.plan_report import network_seconds, out_of_memory
-from jaxrl_lm.plan_steps import PlannedStep, device_bytes, trace_steps
+from jaxrl_lm.plan_steps import PlannedStep, trace_steps
 from jaxrl_lm.plan_table import to_json, to_text
 from jaxrl_lm.sharding import Plan, make_mesh
 from jaxrl_lm.topologies import GIB, TPUS, parse_topology

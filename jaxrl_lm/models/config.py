@@ -83,10 +83,10 @@ class ModelConfig:
     max_position_embeddings: int = 2048
     initializer_range: float = 0.02
     dtype: str = "float32"  # of the computation; norms, softmax and log-probs are float32 in any case
-    remat: str = "none"  # none, full, dots: what the backward pass recomputes
+    remat: str = "none"  # none, full, dots, offload: what the backward pass recomputes
 
     def __post_init__(self):
         if self.num_heads % self.num_kv_heads:
             raise ValueError(f"num_heads={self.num_heads} is not a multiple of num_kv_heads={self.num_kv_heads}")
-        if self.remat not in ("none", "full", "dots"):
-            raise ValueError(f"remat={self.remat!r} is unknown: use none, full or dots")
+        if self.remat not in ("none", "full", "dots", "offload"):
+            raise ValueError(f"remat={self.remat!r} is unknown: use none, full, dots or offload")

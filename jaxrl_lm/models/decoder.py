@@ -13,6 +13,7 @@ from typing import Any, NamedTuple
 import jax
 import jax.numpy as jnp
 from flax import nnx
+from jax.ad_checkpoint import checkpoint_name
 from jaxtyping import Array, Bool, Float, Int, Shaped
 
 from jaxrl_lm.models.config import LoraConfig, ModelConfig
@@ -29,6 +30,8 @@ from jaxrl_lm.models.layers import (
 )
 from jaxrl_lm.sharding import Plan
 from jaxrl_lm.types import Params
+
+LAYER_INPUT = "layer_input"  # the residual stream, by the name that `_remat` moves it by
 
 
 class Cache(NamedTuple):
@@ -219,6 +222,7 @@ class Model:
             attention = functools.partial(attend_in_parts, sees=sees, queries=queries, parts=parts)
 
         def layer(x, weights, kv=None):
+            x = checkpoint_name(x, LAYER_INPUT)
             x, kv = _merge(self.config, Block, cast(weights))(x, angles, attention, kv, index, self._gather_kv)
             return self._constrain(x), kv if cache is not None or return_cache else None
 
@@ -256,8 +260,18 @@ class Model:
 def _remat(layer, policy: str):
     if policy == "none":
         return layer
-    saveable = jax.checkpoint_policies.dots_with_no_batch_dims_saveable if policy == "dots" else None
-    return jax.checkpoint(layer, policy=saveable)
+    policies = jax.checkpoint_policies
+    saveable = {
+        "full": None,  # the layer's input alone is kept, and everything in it is computed again
+        "dots": policies.dots_with_no_batch_dims_saveable,
+        "offload": policies.save_and_offload_only_these_names(  # as full, with that input in the host's memory
+            names_which_can_be_saved=[],
+            names_which_can_be_offloaded=[LAYER_INPUT],
+            offload_src="device",
+            offload_dst="pinned_host",
+        ),
+    }
+    return jax.checkpoint(layer, policy=saveable[policy])
 
 
 def build(config: ModelConfig, *, plan: Plan | None = None) -> Model:

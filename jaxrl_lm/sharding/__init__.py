@@ -3,7 +3,7 @@
 from jaxrl_lm.sharding.mesh import AXES, make_mesh
 from jaxrl_lm.sharding.moves import HOST, has_host_memory, keep, move, moved_bytes, on_host
 from jaxrl_lm.sharding.presets import build_plan
-from jaxrl_lm.sharding.rules import DECODE_RULES, PRESETS, RULES, Plan
+from jaxrl_lm.sharding.rules import DECODE_RULES, PRESETS, RULES, Plan, divided
 
 __all__ = [
     "AXES",
@@ -13,6 +13,7 @@ __all__ = [
     "RULES",
     "Plan",
     "build_plan",
+    "divided",
     "has_host_memory",
     "keep",
     "make_mesh",

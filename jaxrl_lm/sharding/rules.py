@@ -10,7 +10,7 @@ from collections.abc import Mapping
 from typing import Any
 
 import jax
-from jax.sharding import Mesh, NamedSharding, PartitionSpec
+from jax.sharding import AbstractMesh, Mesh, NamedSharding, PartitionSpec
 
 MeshAxes = str | tuple[str, ...] | None
 
@@ -58,7 +58,7 @@ REPLICATED_LIMIT = 1 << 22  # elements of a matrix that may stand whole on every
 class Plan:
     """A mesh and the rules on it. Hashable, so that a model can hold it as a static part."""
 
-    mesh: Mesh
+    mesh: Mesh | AbstractMesh  # without devices: for sizes of layouts
     rules: tuple[tuple[str, MeshAxes], ...] = tuple(RULES.items())
     allow_replicated: bool = False
     decode_rules: tuple[tuple[str, MeshAxes], ...] = ()  # what generation's table has otherwise
@@ -182,6 +182,15 @@ class Plan:
     def constrain(self, x: jax.Array, axes: tuple[str | None, ...]) -> jax.Array:
         """x, with its layout fixed inside a compiled step."""
         return jax.lax.with_sharding_constraint(x, self.sharding(axes, x.shape, f"activation {axes}"))
+
+
+def divided(layout: NamedSharding, shape: tuple[int, ...]) -> NamedSharding:
+    """The layout of an array that has fewer numbers along some axes of another, as it has where that divides, else whole."""
+    names = [*layout.spec, *[None] * (len(shape) - len(layout.spec))]
+    single = lambda axes: (axes,) if isinstance(axes, str) else tuple(axes or ())
+    ways = lambda axes: math.prod(layout.mesh.shape[name] for name in single(axes))
+    kept = [axes if size % ways(axes) == 0 else None for size, axes in zip(shape, names, strict=True)]
+    return NamedSharding(layout.mesh, PartitionSpec(*kept))
 
 
 def _without(names: tuple[str, ...], taken: tuple[str, ...]) -> tuple[str, ...]:
