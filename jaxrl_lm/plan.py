@@ -13,7 +13,7 @@ from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
 import jax
-from jax.sharding import AbstractMesh, AxisType
+from jax.sharding import AbstractMesh, AxisType, Mesh
 
 from jaxrl_lm.models import ModelConfig
 from jaxrl_lm.plan_config import PlanConfig, open_model_config
@@ -21,7 +21,7 @@ from jaxrl_lm.plan_estimate import candidate_meshes, choose_mesh, estimate, para
 from jaxrl_lm.plan_memory import model_memory, moment_changes, savings
 from jaxrl_lm.plan_report import StepReport, measure, out_of_memory, run_numbers, traced_flops
 from jaxrl_lm.plan_steps import PlannedStep, check_plannable, trace_steps
-from jaxrl_lm.sharding import build_plan
+from jaxrl_lm.sharding import Plan, make_mesh, ruled
 from jaxrl_lm.sharding.mesh import mesh_shape
 from jaxrl_lm.topologies import GIB, Topology, parse_topology, topology_devices
 
@@ -49,7 +49,7 @@ def run_plan(config: PlanConfig, *, say: Say = to_stderr) -> dict[str, Any]:
     else:
         steps = estimate(config, model, _sizes(config, topology), topology)
         notes.append("ESTIMATE by arithmetic: nothing was compiled for these devices")
-    fits, layouts = all(step.fits for step in steps), _layouts(config, topology)
+    fits, plan = all(step.fits for step in steps), layouts(config, without_devices(config, topology))
     return {
         "model": config.model,
         "parameters": parameters(model),
@@ -62,8 +62,8 @@ def run_plan(config: PlanConfig, *, say: Say = to_stderr) -> dict[str, Any]:
         "notes": notes,
         "fits": fits,
         "steps": steps,
-        "memory": model_memory(config, model, layouts),
-        "savings": savings(config, model, layouts),
+        "memory": model_memory(config, model, plan),
+        "savings": savings(config, model, plan),
         "run": run_numbers(steps, config, topology) if fits else None,
         "suggestions": [] if fits else suggest(config, model, topology, steps, say=say),
     }
@@ -81,19 +81,23 @@ def _sizes(config: PlanConfig, topology: Topology) -> dict[str, int]:
     return mesh
 
 
-def _layouts(config: PlanConfig, topology: Topology) -> Plan:
-    """The plan of the mesh without its devices."""
+def layouts(config: PlanConfig, mesh: Mesh | AbstractMesh) -> Plan:
+    """The plan of a mesh, or of one without its devices."""
+    rules = {"rules": config.sharding_rules, "decode_rules": config.decode_sharding_rules}
+    return ruled(mesh, preset=config.sharding_preset, **rules)
+
+
+def without_devices(config: PlanConfig, topology: Topology) -> AbstractMesh:
+    """The mesh's description. Raises ValueError where it does not multiply to the devices."""
     shape = mesh_shape(_sizes(config, topology), topology.count)
-    return Plan(AbstractMesh(tuple(shape.values()), tuple(shape), axis_types=(AxisType.Auto,) * len(shape)))
+    return AbstractMesh(tuple(shape.values()), tuple(shape), axis_types=(AxisType.Auto,) * len(shape))
 
 
 def compile_steps_for(
     config: PlanConfig, model: ModelConfig, topology: Topology, *, say: Say, only: tuple[str, ...] = ()
 ) -> list[StepReport]:
     """The steps' numbers, each compiled for the topology, two at a time; `only` names some."""
-    rules = {"rules": config.sharding_rules, "decode_rules": config.decode_sharding_rules}
-    devices = topology_devices(topology)
-    plan = build_plan(_sizes(config, topology), preset=config.sharding_preset, **rules, devices=devices)
+    plan = layouts(config, make_mesh(_sizes(config, topology), devices=topology_devices(topology)))
     planned = [step for name, step in trace_steps(config, model, plan).items() if not only or name in only]
     with ThreadPoolExecutor(max_workers=min(2, os.cpu_count() or 1)) as pool:
         jobs = []
@@ -133,7 +137,7 @@ def suggest(
     failed = tuple(step.name for step in steps if not step.fits)
     found = []
     for change in changes(config, model, topology, failed)[: config.max_suggestions]:
-        words = ", ".join(f"--{key} {value}" for key, value in change.items())
+        words = " ".join(f"--{name} {value}" for key, given in change.items() for name, value in _flat(key, given))
         say(f"does not fit: trying {words}")
         other = dataclasses.replace(config, **change)
         if topology.compiled:
@@ -147,6 +151,11 @@ def suggest(
         if not still:
             break
     return found
+
+
+def _flat(key: str, value: Any) -> list[tuple[str, Any]]:
+    """An option as the command line has it."""
+    return [(f"{key}.{name}", one) for name, one in value.items()] if isinstance(value, dict) else [(key, value)]
 
 
 def changes(
@@ -167,8 +176,13 @@ def changes(
     smaller = {} if micro <= batch or not learning else {"microbatch_completions": batch}
     for other in candidate_meshes(dataclasses.replace(config, **smaller), model, topology.count):
         if other["tensor"] > mesh.get("tensor", 1):
-            ways = {"microbatch_completions": other["fsdp"]} if learning and micro > other["fsdp"] else {}
-            found.append({"mesh": other} | ways)
+            ways = other.get("data", 1) * other["fsdp"]
+            least = {"microbatch_completions": ways} if learning and micro > ways else {}
+            found.append({"mesh": other} | least)
+    split = mesh.get("tensor", 1) * mesh.get("fsdp", 1)
+    decodes = {"prepare_decode", "generate"} & set(failed)
+    if topology.compiled and decodes and not config.decode_sharding_rules and model.intermediate_size % split == 0:
+        found.append({"decode_sharding_rules": {"mlp": "tensor+fsdp"}})
     found += moment_changes(config)  # every step has them in memory
     if config.param_dtype == "float32":
         found.append({"param_dtype": "bfloat16"})

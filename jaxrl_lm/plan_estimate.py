@@ -10,6 +10,7 @@ import math
 from jaxrl_lm.checks import needs_reference, old_logprobs_of, updates_per_step
 from jaxrl_lm.hlo import Collective
 from jaxrl_lm.models import ModelConfig, decoder_specs
+from jaxrl_lm.models.layers import PAIRS
 from jaxrl_lm.moments import moment_bytes
 from jaxrl_lm.plan_config import PlanConfig
 from jaxrl_lm.plan_report import StepReport, network_seconds, summed
@@ -94,28 +95,32 @@ def step_memory(config: PlanConfig, model: ModelConfig, mesh: dict[str, int]) ->
     """(arguments, temporaries, held beside) in bytes of one device, by step."""
     work, weights = work_of(config, model), parameters(model)
     tensor, batch = mesh.get("tensor", 1), mesh.get("data", 1) * mesh.get("fsdp", 1)
-    model_ways = tensor * mesh.get("fsdp", 1)
-    held = weights * _ITEM[config.param_dtype] / model_ways
-    trained = held + weights * moment_bytes(config.moments_dtype) / model_ways
-    state = trained * (2 if config.critic == "separate" else 1)
+    sequence = mesh.get("sequence", 1)
+    model_ways = tensor * mesh.get("fsdp", 1) * sequence
+    held, moments = (
+        weights * size / model_ways for size in (_ITEM[config.param_dtype], moment_bytes(config.moments_dtype))
+    )
+    state = (held + moments) * (2 if config.critic == "separate" else 1)
     reference = held if needs_reference(config) else 0.0
     # Between the steps that read them: what is in host memory is not there.
-    moments = 0 if config.optimizer_placement == "host" else 2
     critic = config.critic == "separate" and config.critic_placement == "mesh"
-    rest = held * (1 + moments) * (2 if critic else 1)
+    rest = (held + (0 if config.optimizer_placement == "host" else moments)) * (2 if critic else 1)
     resting = 0.0 if config.reference_placement == "host" else reference
     width = _ITEM[config.dtype or "bfloat16"]
     decode = weights * width / tensor
     m, columns = model, work.prompt + work.new
-    cache = 2.0 * m.num_layers * (work.rows / batch) * (m.num_kv_heads / tensor) * columns * m.head_dim * width
-    prefill = (work.prompts / batch) * (m.num_heads / tensor) * work.prompt**2 * 6.0
+    own = columns / sequence
+    cache = (
+        2.0 * m.num_layers * (work.rows / batch / sequence) * (m.num_kv_heads / tensor) * columns * m.head_dim * width
+    )
+    prefill = (work.prompts / batch) * (m.num_heads / tensor) * min(work.prompt**2, PAIRS) * 6.0
     micro = max(work.micro / batch, 1.0)
-    attention = micro * (m.num_heads / tensor) * columns**2 * 6.0
+    attention = micro * (m.num_heads / tensor) * min(own * columns, PAIRS) * 6.0
     logits = 2.0 * 4.0 * max(work.chunk, work.micro) * m.vocab_size / model_ways
-    inner = micro * columns * (3.0 * m.intermediate_size / tensor + 4.0 * m.hidden_size) * width
+    inner = micro * own * (3.0 * m.intermediate_size / tensor + 4.0 * m.hidden_size) * width
     layer = 2.0 * work.linear * width / tensor
     forward = attention + logits + inner + layer
-    saved = 0.0 if config.remat == "offload" else m.num_layers * micro * columns * m.hidden_size * width
+    saved = 0.0 if config.remat == "offload" else m.num_layers * micro * own * m.hidden_size * width
     if config.remat == "none":
         saved += m.num_layers * (attention + inner)
     gradients = held * (2.0 if work.micro < (config.minibatch_completions or work.rows) else 1.0)
@@ -128,7 +133,13 @@ def step_memory(config: PlanConfig, model: ModelConfig, mesh: dict[str, int]) ->
 
 
 def estimate(config: PlanConfig, model: ModelConfig, mesh: dict[str, int], topology: Topology) -> list[StepReport]:
-    """Every step's numbers without a compiler, marked so by `error`-free reports that have no compile time."""
+    """Every step's numbers without a compiler, marked so by `error`-free reports that have no compile time.
+
+    Raises ValueError for rules of a run's own, which the formulas do not know.
+    """
+    for name in ("sharding_preset", "sharding_rules", "decode_sharding_rules"):
+        if getattr(config, name):
+            raise ValueError(f"plan: {name} is not known to an estimate for {topology.name}: leave it out")
     chip, flops, memory = topology.chip, step_flops(config, model), step_memory(config, model, mesh)
     traffic, wires = step_traffic(config, model, mesh), step_collectives(config, model, mesh)
     scored = int(needs_reference(config)) + int(old_logprobs_of(config) == "recompute")
@@ -165,10 +176,13 @@ def step_traffic(config: PlanConfig, model: ModelConfig, mesh: dict[str, int]) -
     work, weights = work_of(config, model), parameters(model)
     tensor, batch = mesh.get("tensor", 1), mesh.get("data", 1) * mesh.get("fsdp", 1)
     width, m, columns = _ITEM[config.dtype or "bfloat16"], model, work.prompt + work.new
-    ways = tensor * mesh.get("fsdp", 1)
+    sequence = mesh.get("sequence", 1)
+    ways = tensor * mesh.get("fsdp", 1) * sequence
     held, moments = weights * _ITEM[config.param_dtype] / ways, weights * moment_bytes(config.moments_dtype) / ways
-    cache = 2.0 * m.num_layers * (work.rows / batch) * (m.num_kv_heads / tensor) * columns * m.head_dim * width
-    squares = 4.0 * 4.0 * m.num_layers * (work.rows / batch) * (m.num_heads / tensor) * columns**2
+    cache = (
+        2.0 * m.num_layers * (work.rows / batch / sequence) * (m.num_kv_heads / tensor) * columns * m.head_dim * width
+    )
+    squares = 4.0 * 4.0 * m.num_layers * (work.rows / batch) * (m.num_heads / tensor) * columns**2 / sequence
     passes = work.rows / work.micro
     update_passes = passes * config.num_iterations / updates_per_step(config)
     return {
@@ -182,13 +196,17 @@ def step_traffic(config: PlanConfig, model: ModelConfig, mesh: dict[str, int]) -
 
 
 def step_collectives(config: PlanConfig, model: ModelConfig, mesh: dict[str, int]) -> dict[str, list[Collective]]:
-    """Collectives by step: weights gathered over fsdp a pass, gradients scattered back, activations summed over tensor."""
+    """Collectives by step: weights gathered over fsdp and sequence a pass, gradients scattered back, activations summed
+    over tensor. Keys and values that cross sequence are few beside them and left out.
+    """
     work, weights = work_of(config, model), parameters(model)
-    tensor, fsdp, data = (mesh.get(name, 1) for name in ("tensor", "fsdp", "data"))
+    tensor, sequence, data = (mesh.get(name, 1) for name in ("tensor", "sequence", "data"))
+    batch = data * mesh.get("fsdp", 1)
+    fsdp = mesh.get("fsdp", 1) * sequence
     width, columns = _ITEM[config.dtype or "bfloat16"], work.prompt + work.new
     passes = work.rows / work.micro
     update_passes = passes * config.num_iterations / updates_per_step(config)
-    micro = max(work.micro / (data * fsdp), 1.0)
+    micro = max(work.micro / batch, 1.0)
     whole = weights * width / tensor
     sums = 2.0 * model.num_layers  # after attention and after the feed-forward part
     activations = lambda rows, tokens: rows * tokens * model.hidden_size * float(width)
@@ -206,7 +224,7 @@ def step_collectives(config: PlanConfig, model: ModelConfig, mesh: dict[str, int
         return found
 
     token = activations(work.rows / (data * fsdp), 1)
-    passed = activations(micro, columns)
+    passed = activations(micro, columns / sequence)
     return {
         "prepare_decode": of(1.0, 0.0, 0.0, 0.0, "weights"),
         "generate": of(0.0, 0.0, sums * work.new, token, "a token"),
@@ -216,14 +234,22 @@ def step_collectives(config: PlanConfig, model: ModelConfig, mesh: dict[str, int
 
 
 def candidate_meshes(config: PlanConfig, model: ModelConfig, devices: int) -> list[dict[str, int]]:
-    """Meshes of fsdp and tensor that divide rows, prompts, microbatches and heads, the least tensor axis first."""
+    """Meshes of data, fsdp and tensor that divide rows, prompts, microbatches and the model, the least tensor axis first.
+
+    fsdp is as large as the widths and the vocabulary allow; data takes what is left.
+    """
     work, found, tensor = work_of(config, model), [], 1
+    sizes = (work.rows, work.prompts, work.micro, config.minibatch_completions or work.rows)
     while tensor <= devices:
-        fsdp, heads = devices // tensor, (model.num_heads, model.num_kv_heads)
-        sizes = (work.rows, work.prompts, work.micro, config.minibatch_completions or work.rows)
-        divides = devices % tensor == 0 and all(size % fsdp == 0 for size in sizes)
-        if divides and all(size % tensor == 0 for size in heads):
-            found.append({"fsdp": fsdp, "tensor": tensor})
+        ways, split = devices // tensor, (model.num_heads, model.num_kv_heads, model.intermediate_size)
+        divides = devices % tensor == 0 and all(size % ways == 0 for size in sizes)
+        if divides and all(size % tensor == 0 for size in split):
+            fits = lambda fsdp, ways=ways, tensor=tensor: (
+                ways % fsdp == 0 and model.hidden_size % fsdp == 0 and model.vocab_size % (fsdp * tensor) == 0
+            )
+            fsdp = max((fsdp for fsdp in range(1, ways + 1) if fits(fsdp)), default=0)
+            if fsdp:
+                found.append(({"data": ways // fsdp} if fsdp < ways else {}) | {"fsdp": fsdp, "tensor": tensor})
         tensor *= 2
     return found
 

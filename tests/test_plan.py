@@ -7,18 +7,20 @@ import json
 import jax
 import jax.numpy as jnp
 import pytest
-from jax.sharding import AxisType
+from jax.sharding import AbstractMesh, AxisType
 
 from jaxrl_lm import cli, hlo
 from jaxrl_lm.flops import count_flops
 from jaxrl_lm.memory import device_bytes
-from jaxrl_lm.plan import changes, run_plan
+from jaxrl_lm.models import build
+from jaxrl_lm.plan import changes, layouts, run_plan, without_devices
 from jaxrl_lm.plan_config import SHIPPED, PlanConfig, open_model_config, shipped_models
-from jaxrl_lm.plan_estimate import choose_mesh, parameters, step_flops, step_memory
+from jaxrl_lm.plan_estimate import candidate_meshes, choose_mesh, parameters, step_flops, step_memory
+from jaxrl_lm.plan_memory import model_memory
 from jaxrl_lm.plan_report import network_seconds, out_of_memory
 from jaxrl_lm.plan_steps import PlannedStep, trace_steps
 from jaxrl_lm.plan_table import to_json, to_text
-from jaxrl_lm.sharding import Plan, make_mesh
+from jaxrl_lm.sharding import AXES, Plan, make_mesh
 from jaxrl_lm.topologies import GIB, TPUS, parse_topology
 
 TINY = {
@@ -384,6 +386,46 @@ def test_the_mesh_is_the_least_tensor_axis_that_fits():
             open_model_config("qwen2.5-7b"),
             topology,
         )
+
+
+def test_a_vocabulary_that_the_devices_do_not_divide_leaves_some_to_data():
+    options = {"prompts_per_step": 512, "microbatch_completions": 512, "max_completion_length": 64}
+    config, model = PlanConfig(model="", topology="", **options), open_model_config("llama-3.1-405b")
+    assert model.vocab_size % 512  # 256 · 501
+    meshes = candidate_meshes(config, model, 512)
+    assert meshes[0] == {"data": 2, "fsdp": 256, "tensor": 1}
+    assert meshes[-1] == {"data": 2, "fsdp": 32, "tensor": 8}
+    for mesh in meshes:
+        described = AbstractMesh((mesh["data"], mesh["fsdp"], 1, mesh["tensor"]), AXES, axis_types=(AxisType.Auto,) * 4)
+        Plan(described).tree(build(model).specs)  # raises where something does not divide
+
+
+def test_rules_of_the_run_are_those_of_its_plan(tiny):
+    """What generation reads: of 4 devices each has 1/4 of the feed-forward weights, and not 1/2."""
+    config = tiny(mesh={"fsdp": 2, "tensor": 2}, topology="v5e:2x2")
+    model, topology = open_model_config(config.model), parse_topology("v5e:2x2")
+    read = lambda config: next(
+        part.bytes
+        for part in model_memory(config, model, layouts(config, without_devices(config, topology)))
+        if part.model == "decode"
+    )
+    ruled = dataclasses.replace(config, decode_sharding_rules={"mlp": "tensor+fsdp"})
+    inner = 3 * 3 * 128 * 256 * 2  # layers, matrices, their sizes, bytes
+    assert read(config) - read(ruled) == inner / 2 - inner / 4
+    assert changes(config, model, topology, ("generate",))[-4:-3] == [{"decode_sharding_rules": {"mlp": "tensor+fsdp"}}]
+    with pytest.raises(ValueError, match="sharding_rules is not known to an estimate for gpu:H100x8"):
+        run_plan(tiny(topology="gpu:H100x8", sharding_rules={"embed": "none"}), say=lambda _: None)
+
+
+def test_an_estimate_knows_that_columns_are_split():
+    config, model = PlanConfig(model="", topology="", microbatch_completions=8), open_model_config("llama-3.1-8b")
+    config = dataclasses.replace(config, max_prompt_length=1024, max_completion_length=31744, num_generations=8)
+    whole, split = (step_memory(config, model, {"fsdp": 8, "sequence": ways}) for ways in (1, 8))
+    for name in ("score", "update"):
+        assert split[name][0] == whole[name][0] / 8, name
+        assert sum(split[name]) < sum(whole[name]) / 4, name
+    assert split["generate"][0] == whole["generate"][0]  # weights are whole there
+    assert split["generate"][1] < whole["generate"][1] / 4
 
 
 def test_what_does_not_fit_is_changed_where_it_costs_least_first(tiny):

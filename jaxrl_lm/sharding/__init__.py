@@ -2,7 +2,7 @@
 
 from jaxrl_lm.sharding.mesh import AXES, make_mesh
 from jaxrl_lm.sharding.moves import HOST, has_host_memory, keep, move, moved_bytes, on_host
-from jaxrl_lm.sharding.presets import build_plan
+from jaxrl_lm.sharding.presets import build_plan, ruled
 from jaxrl_lm.sharding.rules import DECODE_RULES, PRESETS, RULES, Plan, divided
 
 __all__ = [
@@ -20,4 +20,5 @@ __all__ = [
     "move",
     "moved_bytes",
     "on_host",
+    "ruled",
 ]

@@ -4,7 +4,7 @@ from collections.abc import Mapping, Sequence
 from types import MappingProxyType
 from typing import Any
 
-from jax.sharding import Mesh
+from jax.sharding import AbstractMesh, Mesh
 
 from jaxrl_lm.sharding.mesh import make_mesh
 from jaxrl_lm.sharding.rules import PRESETS, RULES, MeshAxes, Plan
@@ -23,12 +23,18 @@ def build_plan(
     """The mesh, of these devices (None: all), with its rules. Raises ValueError, naming the option, for what does not
     fit.
     """
-    built = make_mesh(mesh, devices=devices)
-    decode = parse_rules(decode_rules, built, "decode_sharding_rules")
-    return Plan(built, tuple(resolve_rules(built, preset, rules).items()), decode_rules=tuple(decode.items()))
+    return ruled(make_mesh(mesh, devices=devices), preset=preset, rules=rules, decode_rules=decode_rules)
 
 
-def resolve_rules(mesh: Mesh, preset: str | None, overrides: Mapping[str, str]) -> dict[str, MeshAxes]:
+def ruled(
+    mesh: Mesh | AbstractMesh, *, preset: str | None, rules: Mapping[str, str], decode_rules: Mapping[str, str]
+) -> Plan:
+    """The plan of a mesh that is there, or of its description. Raises ValueError as `build_plan`."""
+    decode = parse_rules(decode_rules, mesh, "decode_sharding_rules")
+    return Plan(mesh, tuple(resolve_rules(mesh, preset, rules).items()), decode_rules=tuple(decode.items()))
+
+
+def resolve_rules(mesh: Mesh | AbstractMesh, preset: str | None, overrides: Mapping[str, str]) -> dict[str, MeshAxes]:
     """The table of a preset (None: `RULES`) with single rules replaced; `parse_rules` says how these are written.
 
     Raises ValueError for an unknown preset, and for a mesh axis above 1 that nothing would be split over.
@@ -46,7 +52,7 @@ def resolve_rules(mesh: Mesh, preset: str | None, overrides: Mapping[str, str]) 
     return rules
 
 
-def parse_rules(given: Mapping[str, str], mesh: Mesh, option: str) -> dict[str, MeshAxes]:
+def parse_rules(given: Mapping[str, str], mesh: Mesh | AbstractMesh, option: str) -> dict[str, MeshAxes]:
     """Rules as a config has them, {"embed": "fsdp", "vocab": "tensor+fsdp", "mlp": "none"}, as the table has them.
 
     Raises ValueError, naming the option, for an unknown logical axis or mesh axis and for a mesh axis named twice.
