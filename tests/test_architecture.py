@@ -1,6 +1,10 @@
 """Rules that hold for every file of the package; each is shown to notice an offence."""
 
 import ast
+import json
+import re
+import subprocess
+import sys
 from pathlib import Path
 
 import pytest
@@ -252,3 +256,12 @@ OFFENCES = [
 @pytest.mark.parametrize(("rule", "file", "source", "count"), OFFENCES)
 def test_a_rule_notices_an_offence_and_nothing_else(rule, file, source, count):
     assert len(rule(file, source)) == count
+
+
+def test_every_name_is_defined():
+    """Ruff's F821 is off in the project: it reads the sizes of jaxtyping's shapes, of one letter, as names."""
+    command = [sys.executable, "-m", "ruff", "check", "--isolated", "--select", "F821", "--output-format", "json", "."]
+    found = json.loads(subprocess.run(command, cwd=PACKAGE.parent, capture_output=True, text=True).stdout)
+    names = [(Path(one["filename"]).name, one["message"]) for one in found]
+    assert names  # it looks
+    assert not [one for one in names if not re.fullmatch(r"Undefined name `\w`", one[1])]
