@@ -102,11 +102,11 @@ def regression():
 # Measured, and rounded up by about half: (10 steps, 100 steps).
 BOUNDS = {
     ("float32", 0.95): (1e-6, 1e-6),
-    ("bfloat16", 0.95): (3e-3, 4e-3),
-    ("int8", 0.95): (1.2e-2, 4e-2),
-    ("float32", 0.999): (2e-5, 2e-5),
-    ("bfloat16", 0.999): (3e-3, 5e-3),
-    ("int8", 0.999): (1.2e-2, 5e-2),
+    ("bfloat16", 0.95): (2.5e-3, 3.5e-3),
+    ("int8", 0.95): (9e-3, 1.0e-2),
+    ("float32", 0.999): (1.2e-5, 1e-5),
+    ("bfloat16", 0.999): (2.5e-3, 5e-3),
+    ("int8", 0.999): (9e-3, 1.4e-2),
 }
 
 
@@ -116,7 +116,6 @@ def test_a_regression_goes_the_way_of_float64(regression, dtype, b2):
     gradient, start, expected = regression
     found, _ = trained(optimizer(dtype, b2=b2), gradient, start, STEPS)
     errors = [deviation(found[step], expected[b2][step], start) for step in STEPS]
-    print(dtype, b2, errors)
     assert errors[0] < 2e-5  # the first step is taken before anything is stored
     assert errors[1] < BOUNDS[dtype, b2][0]
     assert errors[2] < BOUNDS[dtype, b2][1]
@@ -124,7 +123,7 @@ def test_a_regression_goes_the_way_of_float64(regression, dtype, b2):
         assert errors[1] > 1e-4  # and something is
 
 
-MODEL_BOUNDS = {"float32": (2e-4, 2e-3), "bfloat16": (5e-3, 5e-2), "int8": (5e-2, 2e-1)}
+MODEL_BOUNDS = {"float32": (5e-6, 5e-6), "bfloat16": (2.5e-3, 7e-3), "int8": (9e-3, 2.1e-2)}
 
 
 @pytest.fixture(scope="module")
@@ -144,7 +143,6 @@ def test_a_tiny_model_goes_the_way_of_float64(small, dtype):
     gradient, start, expected = small
     found, state = trained(optimizer(dtype, rate=1e-3), gradient, start, (10, 100))
     errors = [deviation(found[step], expected[step], start) for step in (10, 100)]
-    print(dtype, errors)
     assert errors[0] < MODEL_BOUNDS[dtype][0]
     assert errors[1] < MODEL_BOUNDS[dtype][1]
     if dtype == "int8":
@@ -187,7 +185,7 @@ def test_no_second_moment_becomes_zero_beside_a_large_one():
     """In one tile are squares of gradients from 1e-12 to 1: every step is about the size of float32's, 1."""
     grads = {"w": {"kernel": jnp.asarray(np.tile(np.logspace(-6, 0, 128), (64, 1)), jnp.float32)}}
     start = jax.tree.map(jnp.zeros_like, grads)
-    for dtype, bound in (("int8", 0.25), ("float32", 1e-3)):
+    for dtype, bound in (("int8", 0.2), ("float32", 1e-3)):
         tx = optimizer(dtype, rate=1.0, eps=1e-12)
         state = tx.init(start)
         for _ in range(20):
