@@ -58,7 +58,7 @@ MODELS = (
     ),
 )
 
-SLICES = {16: "v5p:2x2x4", 32: "v5p:2x4x4", 64: "v5p:4x4x4", 128: "v5p:4x4x8", 256: "v5p:4x8x8", 512: "v5p:8x8x8"}
+SLICES = {16: "v5p:2x2x4", 64: "v5p:4x4x4", 128: "v5p:4x4x8", 512: "v5p:8x8x8"}
 SCALED, WEAK, STRONG = "llama-3.2-1b", 8, 512  # the model; completions a chip; completions in all
 
 

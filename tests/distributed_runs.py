@@ -34,8 +34,9 @@ def sums(count, seed):
 
 
 def save(directory):
-    """The model, a reward model, a process reward model and data, in a directory."""
+    """The model, another one, a reward model, a process reward model and data, in a directory."""
     name = tiny_run.save_model(directory / "tiny")
+    tiny_run.save_model(directory / "other", seed=1)  # a pair's margin is not 0 from it, and so no rounding's sign
     for labels, bias, write, option in (
         (1, False, models.save_reward_model, {"append_eos": True}),
         (2, True, models.save_process_model, {"step_separator": "+"}),
@@ -51,14 +52,15 @@ def make(files, output):
     name = str(files / "tiny")
     fit = {"model": name, "mesh": MESH, "dataset": "own", "rows_per_step": 8, "max_length": 16, "max_steps": 2}
     fit |= {"learning_rate": 1e-2, "adam_eps": 1e-3, "eval_steps": 2}
-    held = files / "held.jsonl"
     kinds = {
         "sft": (train_sft, SFTConfig, {"packing": True}),
-        "dpo": (train_dpo, DPOConfig, {"precompute_ref_log_probs": True, "eval_dataset": {"held": str(held)}}),
-        "reward": (train_reward, RewardConfig, {"members": 2, "eval_dataset": {"held": str(held)}}),
+        "dpo": (train_dpo, DPOConfig, {"reference_model": str(files / "other"), "precompute_ref_log_probs": True}),
+        "reward": (train_reward, RewardConfig, {"members": 2}),
     }
     for kind, (run, config, changes) in kinds.items():
         rows = [{"prompt": row["prompt"], "completion": row["chosen"]} if kind == "sft" else row for row in sums(24, 1)]
+        if kind != "sft":
+            changes["eval_dataset"] = {"held": str(files / "held.jsonl")}
         run(config(**fit, output_dir=str(output / kind), **changes), dataset=rows)
     judge = f"reward_model:{files / 'judge'}"
     data = {"train": str(files / "train.jsonl"), "test": str(files / "test.jsonl"), "ood": str(files / "ood.jsonl")}
