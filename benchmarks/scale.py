@@ -132,6 +132,8 @@ def estimates(reports: list[tuple[Row, dict[str, Any]]]) -> str:
     names = ("prepare_decode", "generate", "score", "update")
     lines = [f"| model | on | rollouts | {' | '.join(names)} |", "|---" * (3 + len(names)) + "|"]
     for row, one in reports:
+        if "decode_sharding_rules" in row.options:
+            continue  # which the arithmetic does not know
         memory = step_memory(config_of(row), open_model_config(row.model), one["mesh"])
         compiled = {step["name"]: step["used"] for step in one["steps"]}
         ratios = [

@@ -27,7 +27,8 @@ class PlanConfig(GRPOConfig):
     output_dir: str = ""
     """Not written."""
     mesh: dict[str, int] = dataclasses.field(default_factory=dict)
-    """Mesh axes (data, fsdp, tensor) and their sizes; one may be -1. Empty: the least tensor axis that fits by estimate."""
+    """Mesh axes (data, fsdp, sequence, tensor) and their sizes; one may be -1. Empty: the least tensor axis that fits by
+    estimate."""
     max_suggestions: int = 4
     """Changes that are tried, each by compiling, where something does not fit; 0: none."""
     json: bool = False

@@ -123,12 +123,13 @@ def step_memory(config: PlanConfig, model: ModelConfig, mesh: dict[str, int]) ->
     saved = 0.0 if config.remat == "offload" else m.num_layers * micro * own * m.hidden_size * width
     if config.remat == "none":
         saved += m.num_layers * (attention + inner)
+    # XLA has the stack that the layers' inputs are saved in twice, while it is filled and while it is read.
     gradients = held * (2.0 if work.micro < (config.minibatch_completions or work.rows) else 1.0)
     return {
-        "prepare_decode": (held, decode + held / 2, rest - held + resting),
+        "prepare_decode": (held, 2.0 * decode, rest - held + resting),  # stacked as they were, and apart
         "generate": (decode, cache + prefill, rest + resting),
         "score": (held, forward, rest - held + reference),
-        "update": (state + resting, 1.5 * forward + saved + gradients, 0.0),
+        "update": (state + resting, 1.5 * forward + 2.0 * saved + gradients, 0.0),
     }
 
 
