@@ -53,7 +53,7 @@ def open_rewards(
     return config, Rewards(rewards, resolve_all(eval_given) if eval_given else rewards, steps, sum(models.values()))
 
 
-def _process_model(config: GRPOConfig, *, plan: Plan, hosted: bool) -> ProcessModel | None:
+def _process_model(config: GRPOConfig, *, plan: Plan, hosted: bool) -> Callable[..., Any] | None:
     if config.step_reward is None or not config.step_reward.startswith(PREFIX):
         return None
     return ProcessModel(config.step_reward, plan=plan, dtype=config.dtype, hosted=hosted)

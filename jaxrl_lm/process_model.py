@@ -16,19 +16,20 @@ from jaxrl_lm.data import pad_rows
 from jaxrl_lm.distributed import gather, place
 from jaxrl_lm.encode import encode_prompts
 from jaxrl_lm.models import classifier_settings, load_process_model
+from jaxrl_lm.placement import tree_bytes
 from jaxrl_lm.reward_model import (
-    Weights,
     by_length,
     longest,
     machine_dtype,
     naming,
     parse_option,
     positive,
+    rested,
     rows_at_once,
     shown,
 )
 from jaxrl_lm.rewards import Everywhere
-from jaxrl_lm.sharding import Plan
+from jaxrl_lm.sharding import Plan, move
 from jaxrl_lm.steps import compile_token_scores
 
 PREFIX = "prm:"
@@ -82,8 +83,8 @@ class ProcessModel(Everywhere):
         self.rows = rows_at_once(given, plan)
         self.__name__ = given.get("name", "process_model")  # by which a reward function goes
         self._chances = compile_token_scores(self._model, plan, bias="bias" in self._weights["head"])
-        self._weights = Weights(self._weights, hosted=hosted)
-        self.nbytes = self._weights.nbytes
+        self.nbytes = tree_bytes(self._weights)
+        self._weights, self._layouts = rested(self._weights, hosted=hosted)
 
     def __call__(self, prompts: Sequence[Any], completions: Sequence[Any]) -> list[list[tuple[int, float]]]:
         """The scored steps of each row. Equal rows of a call are scored once, so that their scores are the same.
@@ -106,7 +107,7 @@ class ProcessModel(Everywhere):
         self._count(count - kept, count)
         chances = {((), ()): []}
         unique = set(rows) - chances.keys()
-        weights = self._weights.fetch()
+        weights = move(self._weights, self._layouts)
         for part, padded in by_length(unique, lambda row: len(row[0]), longest=self.max_length, size=self.rows):
             chances |= zip(part, self._score(weights, part, padded), strict=True)
         for row, prompt, completion in zip(rows, prompts, texts, strict=True):

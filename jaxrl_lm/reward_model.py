@@ -24,6 +24,7 @@ from jaxrl_lm.algos.reward_losses import Ensemble
 from jaxrl_lm.data import pad_rows
 from jaxrl_lm.distributed import place
 from jaxrl_lm.models import classifier_settings, load_reward_models
+from jaxrl_lm.placement import tree_bytes
 from jaxrl_lm.reward_sequences import reward_ids
 from jaxrl_lm.rewards import Everywhere
 from jaxrl_lm.sharding import Plan, move, on_host
@@ -77,8 +78,8 @@ class RewardModel(Everywhere):
         self.rows = rows_at_once(given, plan)
         self.__name__ = given.get("name", "reward_model")  # by which a reward function goes
         self._scores = compile_row_scores(self._model, plan, members=self.members)
-        self._weights = Weights(self._weights, hosted=hosted)
-        self.nbytes = self._weights.nbytes
+        self.nbytes = tree_bytes(self._weights)
+        self._weights, self._layouts = rested(self._weights, hosted=hosted)
 
     def __call__(self, prompts: Sequence[Any], completions: Sequence[Any]) -> list[float]:
         """The scores. Equal rows of a call are scored once, so that their scores are the same to the last bit.
@@ -90,7 +91,7 @@ class RewardModel(Everywhere):
         self._count(sum(len(ids) > self.max_length for ids in whole), len(whole))
         rows = [tuple(self._cut_start(ids)) for ids in whole]
         scores: dict[tuple[int, ...], float] = {}
-        weights = self._weights.fetch()
+        weights = move(self._weights, self._layouts)
         for part, padded in by_length(set(rows), len, longest=self.max_length, size=self.rows):
             scores |= zip(part, self._score(weights, part, padded), strict=True)
         for row, prompt, completion in zip(rows, prompts, completions, strict=True):
@@ -137,19 +138,12 @@ class RewardModel(Everywhere):
         return np.where(finite, jax.device_get(combined), np.nan)[: len(rows)].tolist()
 
 
-class Weights:
-    """The weights of a model that scores, on its mesh; `hosted`: in host memory, and on the mesh as long as somebody holds
-    what `fetch` gives.
+def rested(weights: Any, *, hosted: bool) -> tuple[Any, Any]:
+    """The weights of a model that scores as they lie between calls, in host memory if `hosted`, and their layouts on the
+    mesh.
     """
-
-    def __init__(self, weights: Any, *, hosted: bool):
-        self._layouts = jax.tree.map(lambda leaf: leaf.sharding, weights)
-        self.held = move(weights, on_host(self._layouts)) if hosted else weights
-        self.nbytes = sum(leaf.nbytes for leaf in jax.tree.leaves(weights))
-
-    def fetch(self) -> Any:
-        """The weights on the mesh."""
-        return move(self.held, self._layouts)
+    layouts = jax.tree.map(lambda leaf: leaf.sharding, weights)
+    return (move(weights, on_host(layouts)) if hosted else weights), layouts
 
 
 def _combination(given: dict[str, Any], members: int, where: str) -> Callable[[jax.Array], jax.Array]:

@@ -140,7 +140,7 @@ def test_a_run_learns_and_writes_its_directory(straight):
         assert checkpoints.steps() == [5, 10]
     assert tiny_run.bits(straight.state(directory, 10)) == tiny_run.bits(run.state)
     assert "2 declared prompt bucket(s) [8, 16] + 8 new tokens" in straight.printed
-    assert "16 training prompts, mesh {'data': 2, 'fsdp': 2, 'tensor': 2}" in straight.printed
+    assert "16 training prompts, mesh {'data': 2, 'fsdp': 2, 'sequence': 1, 'tensor': 2}" in straight.printed
     probe = json.loads((directory / "probe.json").read_text())
     assert (probe["prompts"], probe["num_generations"]) == (8, 4)
     assert f"probe of 8 training prompts: pass@1 {probe['pass@1']:.3f}" in straight.printed

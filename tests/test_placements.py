@@ -79,7 +79,7 @@ class Seen:
         self.matrices = {}  # tables of the policy's shape on training devices, by memory, at each step
         setup = prepare(config)
         self.table = (setup.model.config.vocab_size, WIDTH)
-        self.rewards = {"reward": [where(one.function._weights.held) for one in setup.rewards if models(one)]}
+        self.rewards = {"reward": [where(one.function._weights) for one in setup.rewards if models(one)]}
         names = ("generate", "score", "score_reference", "values", "update")
         steps = dataclasses.replace(setup.steps, **{name: self._watched(setup.steps, name) for name in names})
         setup = setup._replace(steps=steps, sampler=dataclasses.replace(setup.sampler, steps=steps))

@@ -2,8 +2,6 @@
 
 import json
 import shutil
-import sys
-import types
 from pathlib import Path
 
 import pytest
@@ -257,15 +255,15 @@ def test_rewards_of_steps_are_a_function_or_a_process_reward_model(options, monk
     made = []
 
     class ProcessModel:
-        def __init__(self, option, *, plan, dtype):
-            made.append((option, plan.batch_ways, dtype))
+        def __init__(self, option, *, plan, dtype, hosted):
+            made.append((option, plan.batch_ways, dtype, hosted))
 
         def __call__(self, prompts, completions):
             return [[] for _ in completions]
 
-    monkeypatch.setitem(sys.modules, "jaxrl_lm.process_model", types.SimpleNamespace(ProcessModel=ProcessModel))
+    monkeypatch.setattr("jaxrl_lm.judges.ProcessModel", ProcessModel)
     setup = prepare(options(step_reward="prm:somewhere?name=mine", dtype="float32"))
-    assert made == [("prm:somewhere?name=mine", 4, "float32")]
+    assert made == [("prm:somewhere?name=mine", 4, "float32", False)]
     assert isinstance(setup.step_reward.function, ProcessModel)
 
 
