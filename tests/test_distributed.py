@@ -21,7 +21,7 @@ import pytest
 import run_processes
 import tiny_run
 
-from jaxrl_lm import GRPOConfig, cli, distributed, launch, prepare
+from jaxrl_lm import GRPOConfig, cli, distributed, launch, placement, prepare
 from jaxrl_lm.checkpoint import Checkpoints
 from jaxrl_lm.options import to_toml
 from jaxrl_lm.report import Reporter, load_metrics
@@ -97,7 +97,8 @@ def assert_close(found, expected):
 def first_devices(count):
     """Plans are made on the session's first devices meanwhile."""
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(prepare, "build_plan", lambda mesh, **_: Plan(make_mesh(mesh, devices=jax.devices()[:count])))
+        for module in (prepare, placement):
+            patch.setattr(module, "build_plan", lambda mesh, **_: Plan(make_mesh(mesh, devices=jax.devices()[:count])))
         yield
 
 

@@ -463,10 +463,14 @@ def test_solutions_come_and_go_with_what_a_run_has_solved(watched):
     assert all(np.isfinite([row["loss"], row["grad_norm"]]).all() for row in found.metrics)
 
 
-def test_a_weight_of_0_leaves_the_run_as_it_was_bit_for_bit(options, watched):
+def test_a_weight_of_0_leaves_the_run_as_it_was(options, watched):
+    """It adds zeros, but in another program, whose products XLA may round otherwise."""
     alone = play(options(max_steps=3, reward=()), SUMS[:8], reward_functions=[judge()[0]])
     assert alone.metrics[4]["grad_norm"] > 0
-    assert tiny_run.bits(watched[0].run.state) == tiny_run.bits(alone.run.state)
+    mixed, state = watched[0].run.state, alone.run.state
+    assert tiny_run.bits((mixed.step, mixed.key)) == tiny_run.bits((state.step, state.key))
+    for ours, theirs in zip(*(jax.tree.leaves((x.params, x.opt_state)) for x in (mixed, state)), strict=True):
+        np.testing.assert_allclose(ours, theirs, atol=1e-6 * np.abs(theirs).max(), rtol=0)
 
 
 def test_a_column_that_no_row_has(options):

@@ -319,7 +319,7 @@ def test_equal_configs_are_one_model_for_the_compiler(tiny_config):
     ("options", "message"),
     [
         ({"num_kv_heads": 3}, "num_heads=4 is not a multiple of num_kv_heads=3"),
-        ({"remat": "half"}, "remat='half' is unknown: use none, full or dots"),
+        ({"remat": "half"}, "remat='half' is unknown: use none, full, dots or offload"),
     ],
 )
 def test_impossible_configs_are_refused(tiny_config, options, message):

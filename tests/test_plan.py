@@ -21,7 +21,7 @@ from jaxrl_lm.plan_report import network_seconds, out_of_memory
 from jaxrl_lm.plan_steps import PlannedStep, trace_steps
 from jaxrl_lm.plan_table import to_json, to_text
 from jaxrl_lm.sharding import AXES, Plan, make_mesh
-from jaxrl_lm.topologies import GIB, TPUS, parse_topology
+from jaxrl_lm.topologies import GIB, TPUS, parse_topology, topology_devices
 
 TINY = {
     "model_type": "llama",
@@ -514,20 +514,25 @@ needs_tpu_compiler = pytest.mark.skipif(
 
 
 @needs_tpu_compiler
-def test_a_tiny_plan_is_compiled_for_a_tpu(tiny):
-    config = tiny(mesh={"fsdp": 2, "tensor": 2}, score_chunk=32)
+@pytest.mark.parametrize(
+    ("name", "mesh", "prompts"),
+    [("v5e:2x2", {"fsdp": 2, "tensor": 2}, 4), ("v5e:4x4", {"data": 2, "fsdp": 4, "tensor": 2}, 8)],
+)
+def test_a_tiny_plan_is_compiled_for_a_tpu(tiny, name, mesh, prompts):
+    config = tiny(topology=name, mesh=mesh, prompts_per_step=prompts, microbatch_completions=8, score_chunk=32)
     said = []
     report = run_plan(config, say=said.append)
     steps = {step.name: step for step in report["steps"]}
     assert list(steps) == ["prepare_decode", "generate", "score", "update"]
     assert report["fits"]
-    assert sum("compiling for v5e:2x2" in line for line in said) == 4
-    planned = trace_steps(config, open_model_config(config.model), four_devices())
+    assert sum(f"compiling for {name}" in line for line in said) == 4
+    plan = Plan(make_mesh(mesh, devices=topology_devices(parse_topology(name))))
+    planned = trace_steps(config, open_model_config(config.model), plan)
     for name, step in steps.items():
         assert step.error is None
         assert not step.uncounted_loops
         ours = sum(map(device_bytes, planned[name].arguments.values()))
-        assert ours <= step.arguments <= 1.5 * ours, name  # the compiler fills up tiles of 8 × 128
+        assert ours <= step.arguments <= 2 * ours, name  # the compiler fills up tiles of 8 × 128
     assert steps["generate"].flops_ratio == pytest.approx(1.0, abs=0.25)
     gathered = [size for kind, _, _, size in steps["generate"].collectives if kind == "all-gather"]
     assert sum(gathered) < 4 * parameters(open_model_config(config.model)) * config.max_completion_length
@@ -547,6 +552,24 @@ def test_what_the_tpu_compiler_has_no_memory_for_is_a_report(tmp_path):
     assert not report["fits"]
     assert any(step.error for step in report["steps"])
     assert "DOES NOT FIT" in to_text(report)
+
+
+@needs_tpu_compiler
+def test_what_does_not_fit_is_tried_with_changes_by_compiling(tmp_path):
+    """256 rows of 1024 columns at once leave no room for what their layers save; one a device does."""
+    path = tmp_path / "config.json"
+    path.write_text(json.dumps(TINY | {"hidden_size": 1024, "vocab_size": 1024, "num_hidden_layers": 48}))
+    config = PlanConfig(
+        model=str(path), topology="v5e:2x2", mesh={"fsdp": 4}, prompts_per_step=64, num_generations=4,
+        max_prompt_length=1000, max_completion_length=24, max_suggestions=3,
+    )  # fmt: skip
+    report = run_plan(config, say=lambda _: None)
+    assert [step.name for step in report["steps"] if not step.fits] == ["update"]
+    tried = report["suggestions"]
+    assert tried[0]["change"] == "--microbatch_completions 64"
+    assert tried[-1]["fits"]
+    assert not any(one["fits"] for one in tried[:-1])
+    assert f"tried {tried[-1]['change']}: fits: update" in to_text(report)
 
 
 @needs_tpu_compiler
