@@ -470,7 +470,7 @@ def test_a_weight_of_0_leaves_the_run_as_it_was(options, watched):
     mixed, state = watched[0].run.state, alone.run.state
     assert tiny_run.bits((mixed.step, mixed.key)) == tiny_run.bits((state.step, state.key))
     for ours, theirs in zip(*(jax.tree.leaves((x.params, x.opt_state)) for x in (mixed, state)), strict=True):
-        np.testing.assert_allclose(ours, theirs, atol=1e-6 * np.abs(theirs).max(), rtol=0)
+        np.testing.assert_allclose(ours, theirs, atol=1e-5 * np.abs(theirs).max(), rtol=0)
 
 
 def test_a_column_that_no_row_has(options):
