@@ -168,7 +168,8 @@ def changes(
     micro = config.microbatch_completions or whole
     found: list[dict[str, Any]] = []
     learning = {"score", "update", "values", "implicit"} & set(failed)
-    if learning and micro > batch:
+    decodes = {"prepare_decode", "generate"} & set(failed)  # which have no microbatches
+    if learning and micro > batch and not decodes:
         least = {"microbatch_completions": batch}
         found += [{"microbatch_completions": max(batch, micro // 4)}, least] if micro // 4 > batch else [least]
     if "update" in failed and config.remat not in (None, "full", "offload"):
@@ -180,7 +181,6 @@ def changes(
             least = {"microbatch_completions": ways} if learning and micro > ways else {}
             found.append({"mesh": other} | least)
     split = mesh.get("tensor", 1) * mesh.get("fsdp", 1)
-    decodes = {"prepare_decode", "generate"} & set(failed)
     if topology.compiled and decodes and not config.decode_sharding_rules and model.intermediate_size % split == 0:
         found.append({"decode_sharding_rules": {"mlp": "tensor+fsdp"}})
     found += moment_changes(config)  # every step has them in memory
