@@ -162,7 +162,8 @@ def figure(found: dict[str, list[dict[str, Any]]], path: Path) -> None:
         ideal = [first if kind == "weak" else first * chips[0] / n for n in chips]
         place.plot(chips, ideal, ":", color="gray", label="ideal")
         what = f"{WEAK} completions a chip" if kind == "weak" else f"{STRONG} completions"
-        place.set(xscale="log", yscale="log", xlabel="chips (v5p)", ylabel="seconds at best", title=f"{kind}: {what}")
+        place.set(xscale="log", xlabel="chips (v5p)", ylabel="seconds at best", title=f"{kind}: {what}")
+        place.set(ylim=(0, None)) if kind == "weak" else place.set(yscale="log")
         place.set_xticks(chips, [str(n) for n in chips])
         place.minorticks_off()
         place.legend(frameon=False)
