@@ -13,7 +13,7 @@ from jaxrl_lm import cli, hlo
 from jaxrl_lm.flops import count_flops
 from jaxrl_lm.memory import device_bytes
 from jaxrl_lm.models import build
-from jaxrl_lm.plan import changes, layouts, run_plan, without_devices
+from jaxrl_lm.plan import changes, compile_steps_for, layouts, run_plan, suggest, without_devices
 from jaxrl_lm.plan_config import SHIPPED, PlanConfig, open_model_config, shipped_models
 from jaxrl_lm.plan_estimate import candidate_meshes, choose_mesh, parameters, step_flops, step_memory
 from jaxrl_lm.plan_memory import model_memory
@@ -563,13 +563,14 @@ def test_what_does_not_fit_is_tried_with_changes_by_compiling(tmp_path):
         model=str(path), topology="v5e:2x2", mesh={"fsdp": 4}, prompts_per_step=64, num_generations=4,
         max_prompt_length=1000, max_completion_length=24, max_suggestions=3,
     )  # fmt: skip
-    report = run_plan(config, say=lambda _: None)
-    assert [step.name for step in report["steps"] if not step.fits] == ["score", "update"]
-    tried = report["suggestions"]
-    assert tried[0]["change"] == "--microbatch_completions 64"
-    assert tried[-1]["fits"]
-    assert not any(one["fits"] for one in tried[:-1])
-    assert f"tried {tried[-1]['change']}: fits: score" in to_text(report)
+    given, said = (open_model_config(config.model), parse_topology("v5e:2x2")), []
+    steps = compile_steps_for(config, *given, say=said.append, only=("score",))
+    assert [(step.name, step.fits) for step in steps] == [("score", False)]
+    (tried,) = suggest(config, *given, steps, say=said.append)
+    assert tried["fits"]
+    assert tried["change"] == "--microbatch_completions 64"
+    assert tried["result"].startswith("fits: score")
+    assert [line for line in said if "trying" in line] == ["does not fit: trying --microbatch_completions 64"]
 
 
 @needs_tpu_compiler
