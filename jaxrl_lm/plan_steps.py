@@ -227,8 +227,12 @@ def _scores(config: PlanConfig, shapes: Shapes, steps: Steps, plan: Plan) -> lis
     ]
     if config.critic != "none":
         trace = lambda: steps.values.trace(params, base, *given, start)
-        arguments = {f"params.{name}": tree for name, tree in params.items()} | {"frozen.base": base}
-        beside = {name: tree for name, tree in _held(shapes, base=False).items() if name not in arguments}
+        arguments = {"params.critic": params["critic"]}
+        beside = {name: tree for name, tree in _held(shapes).items() if name != "params.critic"}
+        if config.critic == "shared":  # the head reads states: the table of outputs is read by nobody
+            for name in {"params.policy", "frozen.base"} & beside.keys():
+                arguments[name] = {key: leaf for key, leaf in beside[name].items() if key != "lm_head"}
+                beside[name] = {key: leaf for key, leaf in beside[name].items() if key == "lm_head"}
         found.append(PlannedStep("values", trace, arguments, beside, 1))
     if config.implicit_prm is not None:
         prm, start_prm = params["prm"], shapes.frozen.prm_reference
@@ -244,10 +248,13 @@ def _update(config: PlanConfig, algorithm: Any, shapes: Shapes, steps: Steps, pl
     batch = _placed(_batch(config, algorithm, shapes, steps), plan.rows)
     state, (_, frozen) = shapes.state, shapes.held
     arguments = {f"params.{name}": tree for name, tree in state.params.items()} | {"opt_state": state.opt_state}
-    arguments |= {"extra": state.extra, "batch": batch}
-    arguments |= {f"frozen.{name}": tree for name, tree in frozen._asdict().items() if tree is not None}
+    arguments |= {"extra": state.extra, "batch": batch, "frozen.base": frozen.base}
     trace = lambda: steps.update.trace(state, frozen, batch)
-    beside = {"rollout": shapes.rollout} | shapes.rewards
+    # The batch has the references' log-probs: what the program does not read is no argument of it.
+    unread = {f"frozen.{name}": getattr(frozen, name) for name in ("reference", "prm_reference")}
+    beside = (
+        {"rollout": shapes.rollout} | {name: tree for name, tree in unread.items() if tree is not None} | shapes.rewards
+    )
     return PlannedStep("update", trace, arguments, beside, updates_per_step(config))
 
 
