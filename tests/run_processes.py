@@ -2,7 +2,8 @@
 
     python tests/run_processes.py DEVICES KILL COMMAND --key value ...
 
-DEVICES: of this process. KILL: the call of the reward `digits` in which it gets a signal, and which, as 2:SIGKILL.
+DEVICES: of this process. KILL: the call of the reward `digits` in which it gets a signal, and which, as 2:SIGKILL; as
+2:SIGKILL:PATH when PATH is there.
 """
 
 import contextlib
@@ -32,8 +33,9 @@ def free_port() -> int:
 
 
 def start(commands, *, devices, kill=None, cache=None):
-    """One running process for each command of the CLI; `kill`: (process, call of the reward, signal) that it gets."""
-    at = lambda number: f"{kill[1]}:{kill[2]}" if kill is not None and kill[0] == number else "0:SIGKILL"
+    """One running process for each command of the CLI; `kill`: (process, call of the reward, signal) that it gets, and
+    a path that it waits for."""
+    at = lambda number: ":".join(map(str, kill[1:])) if kill is not None and kill[0] == number else "0:SIGKILL"
     lines = [[str(devices), at(number), *command] for number, command in enumerate(commands)]
     return start_script("run_processes.py", lines, cache=cache)
 
@@ -87,12 +89,15 @@ def main(devices, kill, command):
 
     from jaxrl_lm import cli
 
-    calls, (call, name) = [], kill.split(":")
+    calls, (call, name, *waits) = [], kill.split(":", 2)
 
     def judged(completions, **_):
         print(f"judged {len(completions)}", file=sys.stderr, flush=True)
         calls.append(0)
         if len(calls) == int(call):
+            until = time.monotonic() + 60
+            while not all(Path(path).exists() for path in waits) and time.monotonic() < until:
+                time.sleep(0.05)
             os.kill(os.getpid(), getattr(signal, name))
 
     tiny_run.CALLS.append(judged)

@@ -124,11 +124,12 @@ def pair(options, cache, tmp_path_factory):
 
 @pytest.fixture(scope="module")
 def killed(pair, options, cache, tmp_path_factory):
-    """The same run goes on in two processes, of which one is killed in step 4."""
+    """The same run goes on in two processes, of which one is killed in step 4, when the checkpoint of step 3 is written."""
     base = tmp_path_factory.mktemp("killed")
     shutil.copytree(pair[0], base / "run")
     command = [*write_config(base / "run.toml", options(base / "run")), "--heartbeat_timeout", "10"]
-    given = {"devices": 2, "cache": cache, "kill": (1, 2, "SIGKILL"), "timeout": TIMEOUT}
+    kill = (1, 2, "SIGKILL", base / "run" / "checkpoints" / "3")
+    given = {"devices": 2, "cache": cache, "kill": kill, "timeout": TIMEOUT}
     return base / "run", run_processes.together(command, processes=2, **given)
 
 
