@@ -3,7 +3,7 @@
 Both run the compiled programs of training: greedy and sampled rows differ by their temperature only, which is an array.
 """
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
 
 import jax
@@ -23,23 +23,28 @@ class Evaluation(NamedTuple):
     records: list[dict[str, Any]]  # one a prompt
 
 
+def judge_groups(judge: Callable[..., list[Any]], sampled: Sampled, group_size: int) -> list[Any]:
+    """judge(mine=rows, **what a reward function may ask for) for all rows; of several processes each judges its share of
+    the groups and gets the whole. Values are JSON.
+    """
+    given = {
+        "prompts": sampled.prompts,
+        "completions": sampled.texts,
+        "completion_ids": sampled.completion_ids,
+        "columns": columns_of(sampled.rows),
+        "group_ids": [row // group_size for row in range(sampled.count)],
+    }
+    rows = lambda groups: range(groups.start * group_size, min(groups.stop * group_size, sampled.count))
+    return spread(-(-sampled.count // group_size), lambda own: judge(mine=rows(own), **given), raises=RewardError)
+
+
 def reward_table(functions: Sequence[RewardFunction], sampled: Sampled, group_size: int) -> np.ndarray:
-    """Rewards [count F]; NaN where a function abstains. Of several processes each judges its share of the groups."""
+    """Rewards [count F]; NaN where a function abstains."""
 
-    def judged(groups: range) -> list[list[float]]:
-        mine = range(groups.start * group_size, min(groups.stop * group_size, sampled.count))
-        values = compute_rewards(
-            functions,
-            prompts=sampled.prompts,
-            completions=sampled.texts,
-            completion_ids=sampled.completion_ids,
-            columns=columns_of(sampled.rows),
-            group_ids=[row // group_size for row in range(sampled.count)],
-            mine=mine,
-        )
-        return values[mine.start : mine.stop].tolist()
+    def judged(*, mine: range, **given: Any) -> list[list[float]]:
+        return compute_rewards(functions, mine=mine, **given)[mine.start : mine.stop].tolist()
 
-    values = spread(-(-sampled.count // group_size), judged, raises=RewardError)
+    values = judge_groups(judged, sampled, group_size)
     return np.array(values, np.float64).reshape(sampled.count, len(functions))
 
 

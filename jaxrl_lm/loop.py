@@ -151,8 +151,8 @@ def _start(setup: Setup, checkpoints: Checkpoints) -> tuple[Setup, Host, TrainSt
     keeps = needs_reference(config) and not moves_reference(config)  # one that moves is part of the state
     if latest is None:
         prm = copy_params(setup.params["prm"]) if "prm" in setup.params else None
-        reference = keep(setup.params["policy"], setup.steps.reference) if keeps else None
-        with explained(lambda: "start", lambda: {"params": setup.params, "reference": reference}, config):
+        with explained(lambda: "start", lambda: {"params": setup.params}, config):
+            reference = keep(setup.params["policy"], setup.steps.reference) if keeps else None
             state = setup.steps.init(setup.params, key)
     else:
         prm = setup.params.get("prm")

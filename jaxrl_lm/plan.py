@@ -70,15 +70,12 @@ def run_plan(config: PlanConfig, *, say: Say = to_stderr) -> dict[str, Any]:
 
 
 def _sizes(config: PlanConfig, topology: Topology) -> dict[str, int]:
-    """The mesh with its free axis resolved. Raises ValueError where it does not multiply to the devices."""
-    fixed, free = 1, [axis for axis, size in config.mesh.items() if size == -1]
-    for size in config.mesh.values():
-        fixed *= 1 if size == -1 else size
-    mesh = config.mesh | {axis: topology.count // max(fixed, 1) for axis in free[:1]}
-    total = fixed * (mesh[free[0]] if free else 1)
-    if total != topology.count or len(free) > 1:
-        raise ValueError(f"mesh={config.mesh} does not multiply to the {topology.count} devices of {topology.name}")
-    return mesh
+    """The mesh with its free axis resolved. Raises ValueError as `make_mesh`."""
+    try:
+        shape = mesh_shape(config.mesh, topology.count)
+    except ValueError as error:
+        raise ValueError(f"{topology.name}: {error}") from error
+    return {axis: size for axis, size in shape.items() if size > 1 or axis in config.mesh}
 
 
 def layouts(config: PlanConfig, mesh: Mesh | AbstractMesh) -> Plan:

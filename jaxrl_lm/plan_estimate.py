@@ -7,6 +7,8 @@ which know neither fusion nor scheduling. Compiled numbers: `plan_report.py`.
 import dataclasses
 import math
 
+import jax
+
 from jaxrl_lm.checks import needs_reference, old_logprobs_of, updates_per_step
 from jaxrl_lm.hlo import Collective
 from jaxrl_lm.models import ModelConfig, decoder_specs
@@ -21,8 +23,6 @@ _ITEM = {"float32": 4, "bfloat16": 2, "float16": 2}
 
 def parameters(model: ModelConfig) -> int:
     """Weights of the model, by its declarations."""
-    import jax
-
     leaves = jax.tree.leaves(decoder_specs(model), is_leaf=lambda node: hasattr(node, "axes"))
     return sum(math.prod(spec.shape) for spec in leaves)
 

@@ -275,8 +275,18 @@ def encode_data(config: GRPOConfig, tokenizer: Any, rows: Rows, eval_rows: dict[
     return Data(prompts, eval_sets, buckets)
 
 
-def start_notes(config: GRPOConfig, model: Model, tokenizer, data: Data, trained, base, plan: Plan) -> list[str]:
+def start_notes(
+    config: GRPOConfig,
+    model: Model,
+    tokenizer: Any,
+    data: Data,
+    trained: Any,
+    base: Any,
+    steps: Steps,
+    rewards: Rewards,
+) -> list[str]:
     """What a run says before its first step."""
+    plan, given = steps.plan, {"reference": needs_reference(config), "base": base, "rewards": rewards.nbytes}
     size = lambda tree: f"{sum(leaf.size for leaf in jax.tree.leaves(tree)) / 1e6:.1f} M parameters"
     below = f" on {size(base)}" if base is not None else ""
     return [
@@ -286,7 +296,15 @@ def start_notes(config: GRPOConfig, model: Model, tokenizer, data: Data, trained
         f"{len(data.buckets)} declared prompt bucket(s) {list(data.buckets)} + {config.max_completion_length} new tokens: "
         "each step of the program compiles once a bucket",
         f"{size(trained)}{below}, {len(data.prompts.ids)} training prompts, mesh {dict(plan.mesh.shape)}",
+        *placement_notes(model, steps.placement, steps.abstract_state, steps.rest, **given),
     ]
+
+
+def steps_in_all(config: GRPOConfig, prompts: int) -> int:
+    """Steps of a run over so many prompts."""
+    if config.num_epochs is None:
+        return config.max_steps or 100
+    return max(1, round(config.num_epochs * prompts / config.prompts_per_step))
 
 
 def prepare(
@@ -317,9 +335,7 @@ def prepare(
     )
     data = encode_data(config, tokenizer, rows, eval_rows)
     sampling, algorithm = make_sampling(config, tokenizer, generation), resolve_algorithm(config)
-    total_steps = config.max_steps or 100
-    if config.num_epochs is not None:
-        total_steps = max(1, round(config.num_epochs * len(data.prompts.ids) / config.prompts_per_step))
+    total_steps = steps_in_all(config, len(data.prompts.ids))
     pad, eos = sampling.pad_token_id, tokenizer.eos_token_id
     eos = sampling.eos_token_ids[0] if eos is None else eos
     mix = open_mix(config, tokenizer, eos_token_id=eos, pad_token_id=pad, told=told, prompts=data.prompts.rows)
@@ -365,16 +381,5 @@ def prepare(
         step_reward=rewards.steps,
         total_steps=total_steps,
         fingerprint=fingerprint(data.prompts) + (mix.fingerprint() if mix is not None else ""),
-        notes=[
-            *start_notes(config, model, tokenizer, data, trained, base, plan),
-            *placement_notes(
-                model,
-                placement,
-                steps.abstract_state,
-                steps.rest,
-                reference=needs_reference(config),
-                base=base,
-                rewards=rewards.nbytes,
-            ),
-        ],
+        notes=start_notes(config, model, tokenizer, data, trained, base, steps, rewards),
     )

@@ -3,6 +3,7 @@
 The protocol of the functions is `rewards/steps.py`, what becomes of the rewards `credit.py`.
 """
 
+import functools
 import math
 from collections.abc import Sequence
 from typing import Any, NamedTuple
@@ -12,9 +13,9 @@ import numpy as np
 from jaxtyping import Bool, Float32, Shaped
 
 from jaxrl_lm import algos
-from jaxrl_lm.distributed import gather, spread
-from jaxrl_lm.evaluate import CORRECT
-from jaxrl_lm.rewards import RewardError, RewardFunction, RowSteps, columns_of, compute_step_rewards, step_tokens
+from jaxrl_lm.distributed import gather
+from jaxrl_lm.evaluate import CORRECT, judge_groups
+from jaxrl_lm.rewards import RewardFunction, RowSteps, compute_step_rewards, step_tokens
 from jaxrl_lm.rollout import Sampled
 
 
@@ -30,24 +31,9 @@ class StepRewards(NamedTuple):
 def score_steps(
     function: RewardFunction, sampled: Sampled, *, group_size: int, tokenizer: Any, chances: bool
 ) -> StepRewards:
-    """What the function gives the rows, on their tokens. Of several processes each judges its share of the groups.
-
-    Raises RewardError as `compute_step_rewards`.
-    """
-
-    def judged(groups: range) -> list[RowSteps]:
-        return compute_step_rewards(
-            function,
-            prompts=sampled.prompts,
-            completions=sampled.texts,
-            completion_ids=sampled.completion_ids,
-            columns=columns_of(sampled.rows),
-            group_ids=[row // group_size for row in range(sampled.count)],
-            chances=chances,
-            mine=range(groups.start * group_size, min(groups.stop * group_size, sampled.count)),
-        )
-
-    steps = spread(-(-sampled.count // group_size), judged, raises=RewardError)
+    """What the function gives the rows, on their tokens. Raises RewardError as `compute_step_rewards`."""
+    judged = functools.partial(compute_step_rewards, function, chances=chances)
+    steps = judge_groups(judged, sampled, group_size)
     return place_steps(steps, sampled, tokenizer)
 
 

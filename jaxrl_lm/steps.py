@@ -206,18 +206,8 @@ def compile_steps(
     lies elsewhere than on the plan's devices. Raises ValueError if rows do not divide over the mesh. Scoring runs over
     `score_rows_at_once` rows at a time (None: all).
     """
-    placement = placement or Placement(plan, plan)
-    if rows % plan.batch_ways:
-        raise ValueError(f"{rows} rows do not divide over the {plan.batch_ways} devices of the mesh's batch axes")
-    over = placement.rollout.for_decode().batch_ways
-    if sampling is not None and rows % over:
-        raise ValueError(
-            f"{rows} rows do not divide over the {over} devices that generation splits them over: it has no use for "
-            "columns, and rows take the mesh's axis sequence too"
-        )
-    size = score_rows_at_once or rows
-    if rows % size:
-        raise ValueError(f"score_rows_at_once={score_rows_at_once} does not divide {rows} rows")
+    placement, size = placement or Placement(plan, plan), score_rows_at_once or rows
+    _check_rows(rows, placement, samples=sampling is not None, size=size)
     specs = trained_specs(model, lora=lora, critic=critic, prm=implicit_prm is not None)
     abstract, layouts = state_shardings(specs, plan, tx, param_dtype, reference=reference)
     policy, every, split = layouts.params["policy"], plan.replicated, plan.rows
@@ -260,6 +250,19 @@ def compile_steps(
         ),
         follow=jax.jit(follow, in_shardings=(policy, policy, every), out_shardings=policy, donate_argnums=0),
     )
+
+
+def _check_rows(rows: int, placement: Placement, *, samples: bool, size: int) -> None:
+    ways, over = placement.train.batch_ways, placement.rollout.for_decode().batch_ways
+    if rows % ways:
+        raise ValueError(f"{rows} rows do not divide over the {ways} devices of the mesh's batch axes")
+    if samples and rows % over:
+        raise ValueError(
+            f"{rows} rows do not divide over the {over} devices that generation splits them over: it has no use for "
+            "columns, and rows take the mesh's axis sequence too"
+        )
+    if rows % size:
+        raise ValueError(f"score_rows_at_once={size} does not divide {rows} rows")
 
 
 def reference_layout(model: Model, placement: Placement, policy: Any) -> Any:

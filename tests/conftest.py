@@ -9,8 +9,7 @@ from importlib.metadata import version
 os.environ.setdefault("JAX_PLATFORMS", "cpu")
 os.environ.setdefault("HF_HUB_OFFLINE", "1")
 # Programs here are compiled for a second's use: LLVM's optimisation costs more than it saves, and so do XLA's fusion
-# emitters, whose kernels take three times as long to compile. Only JAX 0.10 has a flag for them: an unknown one is fatal.
-# Subprocesses inherit it.
+# emitters. JAX 0.12 has no flag for them, and ends at one that it does not know. Subprocesses inherit it.
 os.environ.setdefault(
     "XLA_FLAGS",
     "--xla_backend_optimization_level=0 --xla_llvm_disable_expensive_passes=true"
@@ -23,6 +22,15 @@ import pytest
 jax.config.update("jax_num_cpu_devices", 8)
 jax.config.update("jax_numpy_rank_promotion", "raise")
 jax.config.update("jax_debug_key_reuse", True)
+
+
+@pytest.fixture(scope="module")
+def cached(tmp_path_factory):
+    """XLA's results are kept while the tests of a file run: for files that make whole runs of the same steps."""
+    import tiny_run
+
+    with tiny_run.compile_cache(tmp_path_factory.getbasetemp() / "xla"):
+        yield
 
 
 @pytest.fixture(scope="session")

@@ -13,11 +13,7 @@ from jaxrl_lm.prepare import prepare
 from jaxrl_lm.rewards import RewardFunction
 from jaxrl_lm.rollout import EVAL
 
-
-@pytest.fixture(scope="module", autouse=True)
-def cached(tmp_path_factory):
-    with tiny_run.compile_cache(tmp_path_factory.getbasetemp() / "xla"):
-        yield
+pytestmark = pytest.mark.usefixtures("cached")
 
 
 @pytest.fixture(scope="module")

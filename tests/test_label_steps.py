@@ -23,6 +23,8 @@ from jaxrl_lm.label_steps import (
 )
 from jaxrl_lm.tools_config import LabelStepsConfig
 
+pytestmark = pytest.mark.usefixtures("cached")
+
 MESH = {"data": 2, "fsdp": 2, "tensor": 2}
 SAMPLED = {"num_generations": 8, "step_separator": "+", "max_completion_length": 10, "prompt_buckets": (16,)}
 
@@ -41,12 +43,6 @@ def large(*, completions, **_):
 
 def verify(prompt, text):
     return even(prompts=[prompt], completions=[text], completion_ids=[[]], answer=[1])[0]
-
-
-@pytest.fixture(scope="module", autouse=True)
-def cached(tmp_path_factory):
-    with tiny_run.compile_cache(tmp_path_factory.getbasetemp() / "xla"):
-        yield
 
 
 @pytest.fixture(scope="module")

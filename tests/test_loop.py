@@ -25,13 +25,9 @@ from jaxrl_lm.options import ConfigError, to_toml
 from jaxrl_lm.prepare import build_plan, prepare
 from jaxrl_lm.rewards import RewardError
 
+pytestmark = pytest.mark.usefixtures("cached")
+
 CLOCKS = ("time", "step_time", "tokens_per_second")
-
-
-@pytest.fixture(scope="module", autouse=True)
-def cached(tmp_path_factory):
-    with tiny_run.compile_cache(tmp_path_factory.getbasetemp() / "xla"):
-        yield
 
 
 @pytest.fixture(scope="module")

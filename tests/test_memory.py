@@ -1,8 +1,8 @@
 """Memory that runs out in a run's own words, what a plan says of each model, and activations in the host's memory."""
 
 import dataclasses
-import importlib.util
 import json
+import sys
 
 import jax
 import jax.numpy as jnp
@@ -27,9 +27,9 @@ from jaxrl_lm.score import score
 from jaxrl_lm.sharding import Plan, make_mesh
 from jaxrl_lm.topologies import parse_topology, topology_devices
 
-needs_tpu_compiler = pytest.mark.skipif(
-    importlib.util.find_spec("libtpu") is None, reason="the extra tpu is not installed"
-)
+pytestmark = pytest.mark.usefixtures("cached")
+
+needs_tpu_compiler = pytest.mark.skipif(sys.platform != "linux", reason="libtpu is there for Linux alone")
 
 # --- messages ---------------------------------------------------------------------------------------------------------
 
@@ -137,12 +137,6 @@ def test_other_errors_pass():
         raise KeyError("x")
 
 
-@pytest.fixture(scope="module", autouse=True)
-def cached(tmp_path_factory):
-    with tiny_run.compile_cache(tmp_path_factory.getbasetemp() / "xla"):
-        yield
-
-
 @pytest.fixture(scope="module")
 def model(tmp_path_factory):
     return tiny_run.save_model(tmp_path_factory.mktemp("model") / "tiny")
@@ -177,7 +171,7 @@ def test_a_run_of_reinforcement_learning_says_which_part(model, tmp_path, monkey
     monkeypatch.setattr("jaxrl_lm.learn._score", too_large)
     with pytest.raises(OutOfMemory, match="step 1, score: the devices' memory does not suffice") as caught:
         tiny_run.run(given | {"prompts_per_step": 8})
-    assert "GiB  frozen.reference.embed.table" in str(caught.value) or "GiB  params.policy" in str(caught.value)
+    assert "GiB  params.policy." in str(caught.value)
     assert f"jaxrl-lm plan --config {tmp_path / 'run'}/config.toml" in str(caught.value)
 
 
@@ -266,8 +260,7 @@ def test_savings_are_those_computed_by_hand(tiny, four):
     assert lora.gradients == 8 * (SPLIT - ADAPTER)
     assert (beta.held, beta.gradients) == (4 * SPLIT, 0.0)
     assert (moments.held, moments.gradients) == (4 * (SPLIT + TRUNK + 128), 0.0)
-    if importlib.util.find_spec("qwix"):
-        assert moments.held < found["moments_dtype int8"].held < 6 * (SPLIT + TRUNK + 128)
+    assert moments.held < found["moments_dtype int8"].held < 6 * (SPLIT + TRUNK + 128)
     none = {one.change for one in savings(tiny(moments_dtype="bfloat16"), open_model_config(config.model), four)}
     assert none <= {"moments_dtype int8"}
     kept = savings(tiny(beta=0.1, target_kl=0.1), open_model_config(config.model), four)

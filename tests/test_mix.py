@@ -35,6 +35,8 @@ from jaxrl_lm.sft import prepare_sft
 from jaxrl_lm.types import Frozen, PolicyBatch, TrainState
 from jaxrl_lm.update import gradients
 
+pytestmark = pytest.mark.usefixtures("cached")
+
 PROBLEMS = make_problems(24, seed=0, digits=2)
 SUMS = [{**row, "solution": solution(one)} for row, one in zip(rows(PROBLEMS[:16]), PROBLEMS, strict=False)]
 DEMONSTRATIONS = demonstration_rows(PROBLEMS[16:], seed=0)
@@ -57,12 +59,6 @@ SMALL = {
 }
 NO_STATE = TrainState(jnp.zeros((), jnp.int32), {}, None, jax.random.key(0), {})  # demonstrations need none
 WEIGHTS = {"sft": 0.1, "dpo": 0.5}
-
-
-@pytest.fixture(scope="module", autouse=True)
-def cached(tmp_path_factory):
-    with tiny_run.compile_cache(tmp_path_factory.getbasetemp() / "xla"):
-        yield
 
 
 @pytest.fixture(scope="module")

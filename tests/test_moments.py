@@ -1,6 +1,5 @@
 """Moments in bfloat16 and 8 bits: against AdamW in float64, their bytes and layouts, small numbers, and resumed runs."""
 
-import importlib.util
 import sys
 
 import jax
@@ -20,10 +19,9 @@ from jaxrl_lm.score import score
 from jaxrl_lm.sharding import Plan, make_mesh
 from jaxrl_lm.steps import state_shardings
 
+pytestmark = pytest.mark.usefixtures("cached")
+
 PLAIN = {"max_grad_norm": 0.0, "weight_decay": 0.0, "b1": 0.9, "b2": 0.95, "eps": 1e-8}
-HAS_QWIX = importlib.util.find_spec("qwix") is not None
-int8 = pytest.param("int8", marks=pytest.mark.skipif(not HAS_QWIX, reason="the extra 8bit is not installed"))
-needs_qwix = int8.marks[0]
 
 
 def optimizer(dtype, rate=1e-2, **options):
@@ -111,7 +109,7 @@ BOUNDS = {
 
 
 @pytest.mark.parametrize("b2", [0.95, 0.999])
-@pytest.mark.parametrize("dtype", ["float32", "bfloat16", int8])
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16", "int8"])
 def test_a_regression_goes_the_way_of_float64(regression, dtype, b2):
     gradient, start, expected = regression
     found, _ = trained(optimizer(dtype, b2=b2), gradient, start, STEPS)
@@ -138,7 +136,7 @@ def small(tiny_config):
     return gradient, start, adamw(lambda w, step: double(gradient(single(w), step)), start, (10, 100), rate=1e-3)
 
 
-@pytest.mark.parametrize("dtype", ["float32", "bfloat16", int8])
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16", "int8"])
 def test_a_tiny_model_goes_the_way_of_float64(small, dtype):
     gradient, start, expected = small
     found, state = trained(optimizer(dtype, rate=1e-3), gradient, start, (10, 100))
@@ -162,7 +160,7 @@ def weights_of_sizes():
     }
 
 
-@pytest.mark.parametrize("dtype", ["float32", "bfloat16", int8])
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16", "int8"])
 def test_the_bytes_of_the_state_are_those_computed(dtype):
     sizes = [8 * 96 * 256, 4 * 256 * 8, 8192, 31 * 171, 32 * 64]
     state = optimizer(dtype).init(weights_of_sizes())
@@ -180,7 +178,6 @@ def test_the_bytes_of_the_state_are_those_computed(dtype):
         assert moment_bytes("int8") == 2 + 12 / 128
 
 
-@needs_qwix
 def test_no_second_moment_becomes_zero_beside_a_large_one():
     """In one tile are squares of gradients from 1e-12 to 1: every step is about the size of float32's, 1."""
     grads = {"w": {"kernel": jnp.asarray(np.tile(np.logspace(-6, 0, 128), (64, 1)), jnp.float32)}}
@@ -194,7 +191,7 @@ def test_no_second_moment_becomes_zero_beside_a_large_one():
     assert float(jnp.abs(state[1][0].nu["w"]["kernel"]).min()) > 0.0
 
 
-@pytest.mark.parametrize("dtype", ["bfloat16", int8])
+@pytest.mark.parametrize("dtype", ["bfloat16", "int8"])
 def test_a_second_moment_follows_small_changes_in_the_mean(dtype):
     """With b2 = 0.999 a step is below half of the last place: rounding to the nearest would stay where it is."""
     start = {"w": {"kernel": jnp.ones((64, 128))}}
@@ -230,7 +227,7 @@ def test_an_unknown_dtype_is_named():
         optimizer("int4")
 
 
-@pytest.mark.parametrize("dtype", ["bfloat16", int8])
+@pytest.mark.parametrize("dtype", ["bfloat16", "int8"])
 def test_members_of_an_ensemble_are_clipped_each_by_its_own_norm(dtype):
     tx = optimizer(dtype, rate=1.0, max_grad_norm=1.0, b1=0.0, b2=0.0, eps=1.0, stacked=True)
     grads = {"w": {"kernel": jnp.stack([jnp.full((64, 64), size) for size in (1.0, 1e-3)])}}
@@ -242,7 +239,7 @@ def test_members_of_an_ensemble_are_clipped_each_by_its_own_norm(dtype):
 # --- layouts ----------------------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("dtype", ["bfloat16", int8])
+@pytest.mark.parametrize("dtype", ["bfloat16", "int8"])
 def test_sharded_is_unsharded(tiny_config, dtype):
     """Moments lie as their parameter does, and the same numbers come out, chances included."""
     plan = Plan(make_mesh({"data": 2, "fsdp": 2, "tensor": 2}))
@@ -281,12 +278,6 @@ def test_sharded_is_unsharded(tiny_config, dtype):
 # --- runs -------------------------------------------------------------------------------------------------------------
 
 
-@pytest.fixture(scope="module", autouse=True)
-def cached(tmp_path_factory):
-    with tiny_run.compile_cache(tmp_path_factory.getbasetemp() / "xla"):
-        yield
-
-
 @pytest.fixture(scope="module")
 def sft(tmp_path_factory):
     """A run of supervised training in a directory, by dtype and changes."""
@@ -299,7 +290,7 @@ def sft(tmp_path_factory):
     )
 
 
-@pytest.mark.parametrize("dtype", ["bfloat16", int8])
+@pytest.mark.parametrize("dtype", ["bfloat16", "int8"])
 def test_a_resumed_run_goes_on_bit_for_bit_also_from_another_mesh(sft, dtype, tmp_path):
     """Of all weights in one case, of an adapter in the other."""
     given = {"moments_dtype": dtype, "lora_rank": {"bfloat16": 8, "int8": None}[dtype]}

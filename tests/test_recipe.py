@@ -23,6 +23,8 @@ from jaxrl_lm.options import ConfigError, to_toml
 from jaxrl_lm.recipe import check_recipe, run_recipe
 from jaxrl_lm.recipe_file import Command, parse_recipe, read_recipe, resolve
 
+pytestmark = pytest.mark.usefixtures("cached")
+
 RECIPES = sorted((tiny_run.REPOSITORY / "recipes").glob("*.toml"))
 
 
@@ -443,12 +445,6 @@ def test_an_option_that_is_new_since_a_stage_was_done_counts_as_its_default(tmp_
 
 
 # --- real commands ----------------------------------------------------------------------------------------------------
-
-
-@pytest.fixture(scope="module", autouse=True)
-def cached(tmp_path_factory):
-    with tiny_run.compile_cache(tmp_path_factory.getbasetemp() / "xla"):
-        yield
 
 
 def policy_result(config, directory):

@@ -27,6 +27,8 @@ from jaxrl_lm.search import (
 )
 from jaxrl_lm.tools_config import SearchConfig
 
+pytestmark = pytest.mark.usefixtures("cached")
+
 MESH = {"data": 2, "fsdp": 2, "tensor": 2}
 
 
@@ -56,12 +58,6 @@ def first_digit(text):
 
 def broken(text):
     raise KeyError("x")
-
-
-@pytest.fixture(scope="module", autouse=True)
-def cached(tmp_path_factory):
-    with tiny_run.compile_cache(tmp_path_factory.getbasetemp() / "xla"):
-        yield
 
 
 @pytest.fixture(scope="module")

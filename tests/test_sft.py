@@ -20,17 +20,13 @@ from jaxrl_lm.models import load
 from jaxrl_lm.runs import NonFiniteError
 from jaxrl_lm.sft import prepare_sft, trained_policy
 
+pytestmark = pytest.mark.usefixtures("cached")
+
 EOS = 1  # of the lab's tokenizer
 CHATML = (
     "{% for m in messages %}{{ m['role'] }}:{{ m['content'] }}<eos>{% endfor %}"
     "{% if add_generation_prompt %}assistant:{% endif %}"
 )
-
-
-@pytest.fixture(scope="module", autouse=True)
-def cached(tmp_path_factory):
-    with tiny_run.compile_cache(tmp_path_factory.getbasetemp() / "xla"):
-        yield
 
 
 @pytest.fixture(scope="module")

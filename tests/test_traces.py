@@ -18,6 +18,8 @@ from jaxrl_lm.options import to_toml
 from jaxrl_lm.tools_config import MakeTracesConfig
 from jaxrl_lm.traces import REASONS, Candidate, hinted_prompt, keep, run_make_traces, traces_message, written_rows
 
+pytestmark = pytest.mark.usefixtures("cached")
+
 MESH = {"data": 2, "fsdp": 2, "tensor": 2}
 CHAT = "{% for m in messages %}{{ m['content'] }}{% endfor %}"
 SEEN = []  # prompts that the verifier was called with
@@ -35,12 +37,6 @@ def has_pair(*, prompts, completions, answer, **_):
 
 def never(*, completions, **_):
     return [0.0] * len(completions)
-
-
-@pytest.fixture(scope="module", autouse=True)
-def cached(tmp_path_factory):
-    with tiny_run.compile_cache(tmp_path_factory.getbasetemp() / "xla"):
-        yield
 
 
 @pytest.fixture(scope="module")
