@@ -40,7 +40,7 @@ def torch_logits(model, tokens):
 @jax.jit(static_argnames="model")
 def our_logits(params, tokens, *, model):
     ones = jnp.ones_like(tokens)
-    return model.unembed(params, model.hidden(params, tokens, positions(ones), ones)[0])
+    return model.unembed(params, model.hidden(params, tokens, positions(ones), ones))
 
 
 def to_peft(base_directory, directory, model, base, config, tokens):

@@ -1,52 +1,283 @@
-"""Generation as one pure function: prefill each prompt once, then a loop until every row has ended.
+"""Generation as one pure function: each prompt prefilled once, then one loop in which slots take the next request.
 
-The sampler's state is one tuple of fixed buffers (`DecodeState`) and its loop has one body. A row's sample is a function
-of its prompt and its key only. How a token is drawn: `sampling.py`; stop strings: `stops.py`.
+N requests are sampled in W slots, W ≤ N: the slot of a row that has ended takes the next row of the queue, by bookkeeping on
+the device, so that a long row holds nothing up but its slot. The engine's state is one tuple of fixed buffers
+(`DecodeState`), its loop has one body (`decode`). A row's sample is a function of its prompt and its key only: neither slots
+nor neighbours nor their order change a bit of it. How a token is drawn: `sampling.py`; stop strings: `stops.py`; the forward
+pass: `models/decode.py`.
 """
 
 from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
-from jaxtyping import Array, Bool, Float, Int32
+from jaxtyping import Array, Bool, Float, Int32, Shaped
 
 from jaxrl_lm.config import SamplingConfig
-from jaxrl_lm.models import Cache, Model, positions, unstack_layers
+from jaxrl_lm.models import BLOCK, Cache, Model, extend, fuse_layers, prefill
 from jaxrl_lm.sampling import draw
 from jaxrl_lm.types import Params, Requests, Rollout
 
 
-class DecodeState(NamedTuple):
-    """Everything the loop carries. C = the new tokens at most."""
+class Queue(NamedTuple):
+    """What rows start from: P caches, each with the token that stands next. D = parts of the batch, each with its own."""
 
-    step: Int32[Array, ""]  # new tokens drawn so far
-    token: Int32[Array, "N"]  # the last one
+    cache: Cache  # P rows
+    token: Int32[Array, "P"]
+    order: Int32[Array, "D n"]  # the rows that ask for tokens, first to last, then the others; numbered within a part
+    total: Int32[Array, "D"]  # how many ask
+
+
+class Results(NamedTuple):
+    """Of every request, C new tokens at most."""
+
     tokens: Int32[Array, "N C"]
     action_mask: Bool[Array, "N C"]
     logprobs: Float[Array, "N C"]
     behaviour_logprobs: Float[Array, "N C"]
-    stop_state: Int32[Array, "N"]  # of the automaton that reads the stop strings
     ended: Bool[Array, "N"]  # by an end-of-sequence token or a stop string
-    active: Bool[Array, "N"]  # draws another token
-    cache: Cache
+
+
+class DecodeState(NamedTuple):
+    """Everything the loop carries. Rows and slots are numbered within their part of the batch."""
+
+    step: Int32[Array, ""]  # forward passes so far
+    busy: Int32[Array, ""]  # slots that they had a row in, summed
+    next: Int32[Array, "D"]  # the first place of the queue that no slot has had
+    request: Int32[Array, "W"]  # the row of each slot; n: the slot is empty
+    drawn: Int32[Array, "W"]  # new tokens of it so far
+    token: Int32[Array, "W"]  # the one that the model reads next
+    stop_state: Int32[Array, "W"]  # of the automaton that reads the stop strings
+    cache: Cache  # of the slots
+    results: Results
+    queue: Queue
 
 
 def prepare_decode(params: Params, *, model: Model) -> Params:
-    """The weights laid out for decoding: layers unstacked, in the dtype of the computation."""
-    return jax.tree.map(lambda leaf: leaf.astype(model.config.dtype), unstack_layers(params))
+    """The weights laid out for decoding: layers apart, projections of one input in one matrix, in the dtype of the
+    computation."""
+    return jax.tree.map(lambda leaf: leaf.astype(model.config.dtype), fuse_layers(params, model=model))
 
 
-def _prefill(params: Params, requests: Requests, model: Model, new: int) -> tuple[Float[Array, "N D"], Cache]:
-    """The last hidden state of each row and a cache with room for `new` more columns; a prompt is computed once."""
-    rows, (prompts, columns) = requests.keys.shape[0], requests.tokens.shape
-    places = positions(requests.segment_ids)
-    given = (requests.tokens, places, requests.segment_ids)
-    hidden, cache = model.for_prompts().hidden(params, *given, return_cache=True)
-    spread = lambda x: jnp.repeat(x, rows // prompts, axis=0)
-    room = lambda x, axis: jnp.pad(spread(x), [(0, new if a == axis else 0) for a in range(x.ndim)])
-    layers = tuple(tuple(model.constrain_kv(room(x, 2)) for x in kv) for kv in cache.layers)
-    cache = Cache(layers, room(places, 1), room(requests.segment_ids, 1), jnp.asarray(columns, jnp.int32))
-    return spread(hidden[:, -1]), cache
+def _ahead(row: Shaped[Array, "T"], by: Int32[Array, ""]) -> Shaped[Array, "T"]:
+    return jnp.roll(row, -by)
+
+
+def fill_queue(params: Params, requests: Requests, *, model: Model, parts: int) -> Queue:
+    """The prompts' caches: each prompt is computed once, however many rows it has."""
+    columns, rows = requests.tokens.shape[1], requests.keys.shape[0]
+    lengths = (requests.segment_ids > 0).sum(1, dtype=jnp.int32)
+    # Left-padded prompts come in; a cache's column is a position.
+    tokens = jax.vmap(_ahead)(requests.tokens, columns - lengths)
+    cache = prefill(params, tokens, lengths, model=model.for_prompts())
+    last = jnp.take_along_axis(tokens, lengths[:, None] - 1, axis=1)[:, 0]
+    asks = (requests.max_new > 0).reshape(parts, rows // parts)
+    order = jnp.argsort(~asks, axis=1, stable=True).astype(jnp.int32)
+    # The last token is what a slot reads first.
+    return Queue(cache._replace(lengths=lengths - 1), last, order, asks.sum(1, dtype=jnp.int32))
+
+
+def start(
+    params: Params, requests: Requests, *, model: Model, sampling: SamplingConfig, slots: int | None = None
+) -> DecodeState:
+    """The state before the first pass: prompts prefilled, the first rows in their slots; params from `prepare_decode`.
+
+    `slots`: how many rows are decoded at once; None: all. On a mesh each part of the batch has its own slots and rows.
+    Raises ValueError if the rows are no multiple of the prompts, and for slots that do not fit rows or mesh.
+    """
+    (rows,), (prompts, columns) = requests.keys.shape, requests.tokens.shape
+    slots, parts = slots or rows, 1 if model.plan is None else model.plan.batch_ways
+    _check(rows, prompts, slots, parts)
+    queue, new = fill_queue(params, requests, model=model, parts=parts), sampling.max_new_tokens
+    own = rows // parts  # rows of a part
+    if slots == rows:
+        number = jnp.tile(jnp.arange(own, dtype=jnp.int32), parts)
+        request = jnp.where(requests.max_new > 0, number, own)
+        pick = lambda x: jnp.repeat(x, rows // prompts, axis=0)
+    else:
+        first = jnp.arange(slots // parts, dtype=jnp.int32)[None] < queue.total[:, None]
+        request = jnp.where(first, queue.order[:, : slots // parts], own).reshape(slots)
+        prompt = jnp.minimum(request, own - 1) // (rows // prompts)
+        pick = lambda x: _pick(x, prompt, parts)
+    room = lambda x: jnp.pad(pick(x), ((0, 0), (0, 0), (0, _room(columns + new) - columns), (0, 0)))
+    layers = tuple(tuple(model.constrain_kv(room(x)) for x in kv) for kv in queue.cache.layers)
+    empty = jnp.zeros((rows, new), jnp.float32)
+    return DecodeState(
+        step=jnp.zeros((), jnp.int32),
+        busy=jnp.zeros((), jnp.int32),
+        next=jnp.minimum(queue.total, slots // parts),
+        request=request,
+        drawn=jnp.zeros((slots,), jnp.int32),
+        token=pick(queue.token),
+        stop_state=jnp.zeros((slots,), jnp.int32),
+        cache=Cache(layers, pick(queue.cache.lengths)),
+        results=Results(
+            tokens=jnp.full((rows, new), sampling.pad_token_id, jnp.int32),
+            action_mask=jnp.zeros((rows, new), bool),
+            logprobs=empty,
+            behaviour_logprobs=empty,
+            ended=jnp.zeros((rows,), bool),
+        ),
+        queue=queue,
+    )
+
+
+def _check(rows: int, prompts: int, slots: int, parts: int) -> None:
+    if rows % prompts:
+        raise ValueError(f"{rows} rows are not a multiple of {prompts} prompts")
+    if slots == rows:
+        return
+    if not 0 < slots < rows or slots % parts:
+        raise ValueError(f"slots={slots}: give a multiple of the {parts} parts of the batch, up to its {rows} rows")
+    if prompts % parts:
+        raise ValueError(
+            f"slots={slots}: rows that wait for a slot stay in their part of the batch, and {prompts} prompts do not "
+            f"divide over its {parts} parts: leave slots out"
+        )
+
+
+def _room(columns: int) -> int:
+    """Columns of a cache, in whole blocks where there is more than one."""
+    return columns if columns <= BLOCK else -(-columns // BLOCK) * BLOCK
+
+
+def _apart(x: Shaped[Array, "M ..."], parts: int) -> Shaped[Array, "D m ..."]:
+    return x.reshape(parts, x.shape[0] // parts, *x.shape[1:])
+
+
+def _pick(x: Shaped[Array, "M ..."], number: Int32[Array, "W"], parts: int) -> Shaped[Array, "W ..."]:
+    """The rows of x with these numbers, each of its own part."""
+    found = jax.vmap(lambda own, number: own[number])(_apart(x, parts), _apart(number, parts))
+    return found.reshape(number.shape[0], *x.shape[1:])
+
+
+def decode(
+    params: Params,
+    requests: Requests,
+    state: DecodeState,
+    stops: Int32[Array, "states V"] | None = None,
+    until: Int32[Array, ""] | None = None,
+    *,
+    model: Model,
+    sampling: SamplingConfig,
+) -> DecodeState:
+    """The state when every row has ended, or after pass number `until`; `stops` is the table of `stops.stop_table`."""
+    parts, own = state.next.shape[0], state.results.ended.shape[0] // state.next.shape[0]
+    eos = jnp.asarray(sampling.eos_token_ids, jnp.int32)
+    waits = state.request.shape[0] < state.results.ended.shape[0]
+    # What no row can exceed, so that the loop's length is known where rows do not wait.
+    most = None if waits else sampling.max_new_tokens
+    limits = jnp.minimum(requests.max_new, sampling.max_new_tokens)
+
+    def body(state: DecodeState) -> DecodeState:
+        active, request = state.request < own, jnp.minimum(state.request, own - 1)
+        of = lambda x: _pick(x, request, parts)
+        hidden, cache = extend(params, state.token[:, None], state.cache, model=model, count=active.astype(jnp.int32))
+        keys = jax.vmap(jax.random.fold_in)(of(requests.keys), state.drawn)
+        drawn = draw(model.unembed(params, hidden[:, 0]), keys, of(requests.temperature), sampling)
+        token = jnp.where(active, drawn.token, sampling.pad_token_id)
+        over, stop_state = (token[:, None] == eos[None]).any(1), state.stop_state
+        if stops is not None:
+            stop_state = jnp.where(active, stops[stop_state, token], stop_state)
+            over = over | (stop_state == stops.shape[0] - 1)
+        results = _record(state, token, drawn.logprob, drawn.behaviour_logprob, active & over, parts)
+        count = state.drawn + 1
+        done = active & (over | (count >= of(limits)))
+        state = state._replace(
+            step=state.step + 1,
+            busy=state.busy + active.sum(dtype=jnp.int32),
+            request=jnp.where(done, own, state.request),
+            drawn=count,
+            token=token,
+            stop_state=stop_state,
+            cache=cache,
+            results=results,
+        )
+        return _refill(state, parts, own) if waits else state
+
+    def goes_on(state: DecodeState) -> Bool[Array, ""]:
+        more = (state.request < own).any()
+        for bound in (most, until):
+            more = more if bound is None else more & (state.step < bound)
+        return more
+
+    return jax.lax.while_loop(goes_on, body, state)
+
+
+def _record(state: DecodeState, token, logprob, behaviour, ended, parts: int) -> Results:
+    """The results with what every slot has drawn; that of an empty slot has no place there."""
+    places = (_apart(state.request, parts), _apart(state.drawn, parts))
+    put = lambda buffer, row, column, value: buffer.at[row, column].set(value, mode="drop")
+    one = lambda buffer, value: jax.vmap(put)(_apart(buffer, parts), *places, _apart(value, parts)).reshape(buffer.shape)
+    results = state.results
+    rows = results.ended.shape[0]
+    mark = jax.vmap(lambda buffer, row: buffer.at[row].set(True, mode="drop"))
+    at_end = jnp.where(_apart(ended, parts), places[0], rows // parts)
+    return Results(
+        tokens=one(results.tokens, token),
+        action_mask=one(results.action_mask, jnp.ones_like(ended)),
+        logprobs=one(results.logprobs, logprob),
+        behaviour_logprobs=one(results.behaviour_logprobs, behaviour),
+        ended=mark(_apart(results.ended, parts), at_end).reshape(rows),
+    )
+
+
+def _refill(state: DecodeState, parts: int, own: int) -> DecodeState:
+    """The state with the next rows of the queue in the empty slots, first slots first."""
+    queue, slots = state.queue, state.request.shape[0]
+    group = state.results.ended.shape[0] // queue.token.shape[0]
+    request = _apart(state.request, parts)
+    empty = request == own
+    rank = jnp.cumsum(empty, axis=1, dtype=jnp.int32) - 1
+    place = state.next[:, None] + rank
+    taken = empty & (place < queue.total[:, None])
+    row = jnp.take_along_axis(queue.order, jnp.minimum(place, own - 1), axis=1)
+    count, prompt = taken.sum(1, dtype=jnp.int32), row // group
+    of = lambda x: _pick(x, prompt.reshape(slots), parts)
+    taken_slots = taken.reshape(slots)
+
+    def copy(number, layers):
+        found = taken & (rank == number)
+        slot = jnp.where(found.any(1), jnp.argmax(found, axis=1), slots // parts)  # outside where a part has no more
+        source = jnp.take_along_axis(prompt, jnp.minimum(slot, slots // parts - 1)[:, None], axis=1)[:, 0]
+
+        def one(old, new):
+            new = jax.vmap(lambda x, number: x[number])(_apart(new, parts), source)
+            put = lambda old, slot, new: old.at[slot, :, : new.shape[1]].set(new, mode="drop")
+            return jax.vmap(put)(_apart(old, parts), slot, new).reshape(old.shape)
+
+        return jax.tree.map(one, layers, queue.cache.layers)
+
+    return state._replace(
+        next=state.next + count,
+        request=jnp.where(taken, row, request).reshape(slots),
+        drawn=jnp.where(taken_slots, 0, state.drawn),
+        token=jnp.where(taken_slots, of(queue.token), state.token),
+        stop_state=jnp.where(taken_slots, 0, state.stop_state),
+        cache=Cache(
+            jax.lax.fori_loop(0, count.max(), copy, state.cache.layers),
+            jnp.where(taken_slots, of(queue.cache.lengths), state.cache.lengths),
+        ),
+    )
+
+
+def collect(state: DecodeState, requests: Requests, *, sampling: SamplingConfig) -> Rollout:
+    """What has been sampled, in the order of the requests."""
+    results, columns = state.results, requests.tokens.shape[1]
+    copies = results.ended.shape[0] // requests.tokens.shape[0]
+    prompt = lambda x: jnp.repeat(x, copies, axis=0)
+    beside = lambda x: jnp.pad(x, ((0, 0), (columns, 0)))
+    action_mask = beside(results.action_mask)
+    return Rollout(
+        tokens=jnp.concatenate([prompt(requests.tokens), results.tokens], axis=1),
+        segment_ids=jnp.concatenate([prompt(requests.segment_ids), results.action_mask.astype(jnp.int32)], axis=1),
+        action_mask=action_mask,
+        logprobs=beside(results.logprobs),
+        behaviour_logprobs=beside(results.behaviour_logprobs) if sampling.truncates else None,
+        truncated=(requests.max_new > 0) & ~results.ended,
+        turn_ids=action_mask.astype(jnp.int32),
+        policy_step=jnp.where(action_mask, requests.policy_step, 0),
+    )
 
 
 def generate(
@@ -56,84 +287,13 @@ def generate(
     *,
     model: Model,
     sampling: SamplingConfig,
+    slots: int | None = None,
 ) -> Rollout:
-    """Sampled completions of the requested prompts; params from `prepare_decode`.
+    """Sampled completions of the requested prompts: `start`, `decode` until every row has ended, `collect`.
 
     The log-probs are those that `score` gives at the same temperature, `behaviour_logprobs` those of the distribution
-    after top-k, top-p and min-p (None when these are off). A row is `truncated` when it ran into its limit.
-    `stops` is the table of `stops.stop_table`. Raises ValueError if the rows are no multiple of the prompts.
+    after top-k, top-p and min-p (None when these are off). A row is `truncated` when it ran into its limit. Raises
+    ValueError as `start`.
     """
-    rows, (prompts, prompt_columns) = requests.keys.shape[0], requests.tokens.shape
-    if rows % prompts:
-        raise ValueError(f"{rows} rows are not a multiple of {prompts} prompts")
-    new = sampling.max_new_tokens
-    next_position = jnp.repeat((requests.segment_ids > 0).sum(1, dtype=jnp.int32), rows // prompts, axis=0)
-    eos = jnp.asarray(sampling.eos_token_ids, jnp.int32)
-
-    def advance(state: DecodeState, hidden: Float[Array, "N D"]) -> DecodeState:
-        """Draw token number state.step of every active row."""
-        keys = jax.vmap(jax.random.fold_in, (0, None))(requests.keys, state.step)
-        drawn = draw(model.unembed(params, hidden), keys, requests.temperature, sampling)
-        active = state.active
-        token = jnp.where(active, drawn.token, sampling.pad_token_id)
-        put = lambda buffer, value: jax.lax.dynamic_update_slice_in_dim(buffer, value[:, None], state.step, 1)
-        stop_state = state.stop_state
-        over = (token[:, None] == eos[None]).any(1)
-        if stops is not None:
-            stop_state = jnp.where(active, stops[stop_state, token], stop_state)
-            over = over | (stop_state == stops.shape[0] - 1)
-        ended = state.ended | (active & over)
-        step = state.step + 1
-        return DecodeState(
-            step=step,
-            token=token,
-            tokens=put(state.tokens, token),
-            action_mask=put(state.action_mask, active),
-            logprobs=put(state.logprobs, jnp.where(active, drawn.logprob, 0.0)),
-            behaviour_logprobs=put(state.behaviour_logprobs, jnp.where(active, drawn.behaviour_logprob, 0.0)),
-            stop_state=stop_state,
-            ended=ended,
-            active=active & ~ended & (step < requests.max_new),
-            cache=state.cache,
-        )
-
-    def body(state: DecodeState) -> DecodeState:
-        place = (next_position + state.step - 1)[:, None]
-        segment = state.active.astype(jnp.int32)[:, None]
-        hidden, cache = model.hidden(params, state.token[:, None], place, segment, cache=state.cache)
-        return advance(state._replace(cache=cache), hidden[:, 0])
-
-    hidden, cache = _prefill(params, requests, model, new)
-    empty = jnp.zeros((rows, new), jnp.float32)
-    state = DecodeState(
-        step=jnp.zeros((), jnp.int32),
-        token=jnp.zeros((rows,), jnp.int32),
-        tokens=jnp.full((rows, new), sampling.pad_token_id, jnp.int32),
-        action_mask=jnp.zeros((rows, new), bool),
-        logprobs=empty,
-        behaviour_logprobs=empty,
-        stop_state=jnp.zeros((rows,), jnp.int32),
-        ended=jnp.zeros((rows,), bool),
-        active=requests.max_new > 0,
-        cache=cache,
-    )
-    state = jax.lax.while_loop(lambda s: s.active.any() & (s.step < new), body, advance(state, hidden))
-    return _collect(state, requests, prompt_columns, sampling.truncates)
-
-
-def _collect(state: DecodeState, requests: Requests, prompt_columns: int, truncates: bool) -> Rollout:
-    copies = state.tokens.shape[0] // requests.tokens.shape[0]
-    prompt = lambda x: jnp.repeat(x, copies, axis=0)
-    beside = lambda x: jnp.pad(x, ((0, 0), (prompt_columns, 0)))
-    action_mask = beside(state.action_mask)
-    segments = jnp.concatenate([prompt(requests.segment_ids), state.action_mask.astype(jnp.int32)], axis=1)
-    return Rollout(
-        tokens=jnp.concatenate([prompt(requests.tokens), state.tokens], axis=1),
-        segment_ids=segments,
-        action_mask=action_mask,
-        logprobs=beside(state.logprobs),
-        behaviour_logprobs=beside(state.behaviour_logprobs) if truncates else None,
-        truncated=(requests.max_new > 0) & ~state.ended,
-        turn_ids=action_mask.astype(jnp.int32),
-        policy_step=jnp.where(action_mask, requests.policy_step, 0),
-    )
+    state = start(params, requests, model=model, sampling=sampling, slots=slots)
+    return collect(decode(params, requests, state, stops, model=model, sampling=sampling), requests, sampling=sampling)

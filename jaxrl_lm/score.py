@@ -39,7 +39,7 @@ def states_before(
     columns = tokens.shape[1]
     if not 1 <= start < columns:
         raise ValueError(f"start={start} is outside [1, {columns}): column 0 has nothing before it")
-    hidden, _ = model.hidden(params, tokens, positions(segment_ids), segment_ids)
+    hidden = model.hidden(params, tokens, positions(segment_ids), segment_ids)
     real = (segment_ids[:, start:] > 0) & (segment_ids[:, start:] == segment_ids[:, start - 1 : -1])
     return hidden[:, start - 1 : -1], real  # the shift: column t−1 predicts token t
 

@@ -24,7 +24,7 @@ def facts(config, queries, monkeypatch, mesh=None):
     params = host_params(model) if plan is None else jax.device_put(host_params(model), plan.tree(model.specs))
 
     def everything(params, tokens, segments):
-        hidden, _ = model.hidden(params, tokens, positions(segments), segments)
+        hidden = model.hidden(params, tokens, positions(segments), segments)
         last, cache = (
             model.for_decode().for_prompts().hidden(params, tokens, positions(segments), segments, return_cache=True)
         )

@@ -126,7 +126,7 @@ def test_greedy_is_the_argmax_of_the_full_forward_step_by_step(model, params, sa
 
     @jax.jit
     def logits(tokens, segments):
-        return model.unembed(params, model.hidden(params, tokens, positions(segments), segments)[0])
+        return model.unembed(params, model.hidden(params, tokens, positions(segments), segments))
 
     tokens = np.pad(TOKENS, ((0, 0), (0, NEW)))
     segments = np.pad(SEGMENTS, ((0, 0), (0, NEW)))

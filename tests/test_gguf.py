@@ -153,7 +153,7 @@ def test_logits_match_transformers(tmp_path, family, settings, kind):
 
     @jax.jit
     def run(params, tokens):
-        hidden, _ = model.hidden(params, tokens, positions(segment_ids), segment_ids)
+        hidden = model.hidden(params, tokens, positions(segment_ids), segment_ids)
         return model.unembed(params, hidden)
 
     assert np.abs(expected).max() > 1.0

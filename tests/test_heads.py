@@ -64,7 +64,7 @@ def table_only(model):
 @jax.jit(static_argnums=1)
 def run_hidden(params, model):
     segments = jnp.asarray(SEGMENTS)
-    return model.hidden(params, jnp.asarray(TOKENS), positions(segments), segments)[0]
+    return model.hidden(params, jnp.asarray(TOKENS), positions(segments), segments)
 
 
 @jax.jit(static_argnums=(2, 3))

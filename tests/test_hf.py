@@ -127,7 +127,7 @@ def our_logits(model, params):
 
     @jax.jit
     def run(params, ids, segment_ids):
-        hidden, _ = model.hidden(params, ids, positions(segment_ids), segment_ids)
+        hidden = model.hidden(params, ids, positions(segment_ids), segment_ids)
         return model.unembed(params, hidden)
 
     return np.asarray(run(params, jnp.asarray(ids, jnp.int32), segment_ids))[mask]

@@ -66,7 +66,7 @@ def scores_of(params, model):
 @jax.jit(static_argnums=1)
 def run_hidden(params, model):
     segments = jnp.asarray(SEGMENTS)
-    return model.hidden(params, jnp.asarray(TOKENS), positions(segments), segments)[0]
+    return model.hidden(params, jnp.asarray(TOKENS), positions(segments), segments)
 
 
 def by_hand(base, adapter, config):
@@ -245,7 +245,7 @@ def test_generation_samples_from_the_merged_weights(model, base):
 
     @jax.jit
     def logits(tokens, segments):
-        return model.unembed(attached, model.hidden(attached, tokens, positions(segments), segments)[0])
+        return model.unembed(attached, model.hidden(attached, tokens, positions(segments), segments))
 
     before = np.asarray(logits(rollout.tokens, rollout.segment_ids))[:, :-1]
     tokens, mask = np.asarray(rollout.tokens)[:, 1:], np.asarray(rollout.action_mask)[:, 1:]
@@ -395,7 +395,7 @@ def test_the_written_tensors_added_to_torch_weights_give_our_logits(tmp_path):
     @jax.jit
     def logits(base, adapter):
         attached = lora.attach(base, adapter, config)
-        return model.unembed(attached, model.hidden(attached, tokens, positions(ones), ones)[0])
+        return model.unembed(attached, model.hidden(attached, tokens, positions(ones), ones))
 
     np.testing.assert_allclose(logits(base, adapter), expected, atol=1e-4)
     assert (expected - before).abs().max() > 0.1

@@ -207,17 +207,17 @@ class Net(Model):
         ends = {name: spec for name, spec in super().specs.items() if name != "layers"}
         return ends | {"layers": {name: {"kernel": spec} for name, spec in kernels.items()}}
 
-    def hidden(self, params, tokens, positions, segment_ids, cache=None, return_cache=False):
+    def hidden(self, params, tokens, positions, segment_ids):
         columns = tokens.shape[1]
         room = ((0, 0), (0, -columns % self.plan.ways("columns")))
         tokens, segment_ids = jnp.pad(tokens, room), jnp.pad(segment_ids, room)
         real = (segment_ids > 0).astype(jnp.float32)[:, :, None]
-        x = self._look_up(params["embed"]["table"], tokens)
+        x = self.look_up(params["embed"]["table"], tokens)
         seen = jnp.cumsum(x * real, axis=1) / jnp.maximum(jnp.cumsum(real, axis=1), 1.0)
         inner = jnp.tanh(seen @ params["layers"]["up"]["kernel"])
         (scale,) = jax.tree.leaves(params["final_norm"])
         x = (x + inner @ params["layers"]["down"]["kernel"]) * scale[None, None]
-        return self._constrain(x)[:, :columns], None
+        return self.constrain(x)[:, :columns]
 
 
 def options(name):
@@ -340,7 +340,7 @@ def test_logits_logprobs_and_entropies(tiny_config):
         params = jax.device_put(random_tree(model.specs, 0), plan.tree(model.specs))
 
         def facts(params, tokens, segments, model=model):
-            hidden, _ = model.hidden(params, tokens, positions(segments), segments)
+            hidden = model.hidden(params, tokens, positions(segments), segments)
             return model.unembed(params, hidden), score(params, tokens, segments, model=model, chunk=64)
 
         logits, scores = jax.device_get(jax.jit(facts)(params, *jax.device_put((TOKENS, SEGMENTS), plan.rows)))

@@ -57,7 +57,7 @@ def params(model):
 @pytest.fixture(scope="module")
 def run(model, params):
     """run(tokens, segment_ids) -> hidden; one compilation a shape."""
-    compiled = jax.jit(lambda tokens, segments: model.hidden(params, tokens, positions(segments), segments)[0])
+    compiled = jax.jit(lambda tokens, segments: model.hidden(params, tokens, positions(segments), segments))
     return lambda tokens, segments: np.asarray(compiled(np.asarray(tokens, np.int32), np.asarray(segments, np.int32)))
 
 
@@ -115,7 +115,7 @@ def test_a_sliding_window_hides_what_lies_before_it(tiny_config, window):
     params = random_params(one_layer)
     segments = jnp.ones((COLUMNS, COLUMNS), jnp.int32)
     tokens = np.repeat(TOKENS[:1], COLUMNS, axis=0)
-    base = jax.jit(lambda t: one_layer.hidden(params, t, positions(segments), segments)[0])
+    base = jax.jit(lambda t: one_layer.hidden(params, t, positions(segments), segments))
     changed = tokens.copy()
     changed[np.arange(COLUMNS), np.arange(COLUMNS)] = (tokens[0] + 7) % 48  # row n has another token in column n
     moved = np.abs(np.asarray(base(changed)) - np.asarray(base(tokens))).max(-1)
@@ -215,7 +215,7 @@ def test_recomputation_changes_no_gradient(tiny_config, params):
 
     def gradient(remat):
         model = build(dataclasses.replace(tiny_config, remat=remat))
-        loss = lambda p: jnp.sum(goal * model.hidden(p, *inputs())[0] ** 2)
+        loss = lambda p: jnp.sum(goal * model.hidden(p, *inputs()) ** 2)
         assert ("remat" in str(jax.make_jaxpr(loss)(params))) == (remat != "none")
         return jax.jit(jax.grad(loss))(params)
 
@@ -231,7 +231,7 @@ def test_bfloat16_computes_in_bfloat16_and_gives_float32_logits(tiny_config, mod
 
     @jax.jit
     def both(params):
-        hidden, _ = half.hidden(params, *inputs())
+        hidden = half.hidden(params, *inputs())
         return hidden, half.unembed(params, hidden), model.unembed(params, jnp.asarray(full))
 
     hidden, logits, exact = both(params)

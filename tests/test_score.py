@@ -99,7 +99,7 @@ def plain_scores(logits, tokens, segments, temperature, start=1):
 def expected_from(model, params):
     @jax.jit
     def logits(tokens, segments):
-        return model.unembed(params, model.hidden(params, tokens, positions(segments), segments)[0])
+        return model.unembed(params, model.hidden(params, tokens, positions(segments), segments))
 
     return plain_scores(np.asarray(logits(TOKENS, SEGMENTS)), TOKENS, SEGMENTS, TEMPERATURE)
 
@@ -145,7 +145,7 @@ def test_the_gradient_is_that_of_the_unchunked_formula(by_chunk, head, params):
     @jax.jit
     @jax.grad
     def plain(params):
-        hidden, _ = head.hidden(params, jnp.asarray(TOKENS), positions(segments), segments)
+        hidden = head.hidden(params, jnp.asarray(TOKENS), positions(segments), segments)
         logits = head.unembed(params, hidden) / np.where(TEMPERATURE > 0, TEMPERATURE, 1)[:, None, None]
         logprobs = jnp.roll(jax.nn.log_softmax(logits), 1, axis=1)
         chosen = jnp.take_along_axis(logprobs, TOKENS[..., None], axis=-1)[..., 0]

@@ -32,7 +32,7 @@ def facts(config, mesh, start):
     params = jax.device_put(host_params(model), plan.tree(model.specs))
 
     def everything(params, tokens, segments):
-        hidden, _ = model.hidden(params, tokens, positions(segments), segments)
+        hidden = model.hidden(params, tokens, positions(segments), segments)
         scores = score(params, tokens, segments, model=model, temperature=0.7, chunk=40, start=start)
         return jnp.where(segments[..., None] > 0, hidden, 0.0), scores
 

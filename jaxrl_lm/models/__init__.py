@@ -12,7 +12,8 @@ from jaxrl_lm.models.classifiers import (
     save_reward_model,
 )
 from jaxrl_lm.models.config import LinearRope, Llama3Rope, LoraConfig, ModelConfig
-from jaxrl_lm.models.decoder import Cache, Model, build, decode_specs, decoder_specs, positions, unstack_layers
+from jaxrl_lm.models.decode import BLOCK, Cache, decode_specs, extend, fuse_layers, prefill
+from jaxrl_lm.models.decoder import Model, build, decoder_specs, positions
 from jaxrl_lm.models.heads import (
     classifier_specs,
     critic_specs,
@@ -33,6 +34,7 @@ from jaxrl_lm.models.lora import specs as lora_specs
 from jaxrl_lm.models.peft import read_adapter, save_adapter
 
 __all__ = [
+    "BLOCK",
     "Cache",
     "LinearRope",
     "Llama3Rope",
@@ -47,6 +49,8 @@ __all__ = [
     "decode_specs",
     "decoder_specs",
     "eos_token_ids",
+    "extend",
+    "fuse_layers",
     "generation_config",
     "head_specs",
     "init_head",
@@ -61,6 +65,7 @@ __all__ = [
     "lora_specs",
     "merge",
     "positions",
+    "prefill",
     "read_adapter",
     "row_scores",
     "save",
@@ -72,6 +77,5 @@ __all__ = [
     "token_logits",
     "trunk_model",
     "trunk_params",
-    "unstack_layers",
     "value_specs",
 ]

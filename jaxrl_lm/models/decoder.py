@@ -1,14 +1,13 @@
 """A decoder as pure functions of a nested dict of arrays: `Model.init`, `.hidden`, `.unembed`.
 
-The layers of the canonical tree are stacked on a leading axis and scanned; for decoding they may be unstacked into a
-tuple (`unstack_layers`) and are then unrolled, with one cache a layer. Both run the same `Block`. Reading and writing
-checkpoints of other libraries: `hf.py`, `gguf.py`.
+The layers of the tree are stacked on a leading axis and scanned. Generation has the same layers in a form of its own, with
+a cache: `decode.py`. Reading and writing checkpoints of other libraries: `hf.py`, `gguf.py`.
 """
 
 import dataclasses
 import functools
 import zlib
-from typing import Any, NamedTuple
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -25,22 +24,12 @@ from jaxrl_lm.models.layers import (
     ParamSpec,
     attend,
     attend_in_parts,
-    fold,
     rope_frequencies,
 )
 from jaxrl_lm.sharding import Plan
 from jaxrl_lm.types import Params
 
 LAYER_INPUT = "layer_input"  # the residual stream, by the name that `_remat` moves it by
-
-
-class Cache(NamedTuple):
-    """Keys and values of S columns, of which the first `index` are filled."""
-
-    layers: Any  # a tuple of (k, v), each [N c S k]
-    positions: Int[Array, "N S"]
-    segment_ids: Int[Array, "N S"]
-    index: Int[Array, ""]
 
 
 Adapted = tuple[tuple[tuple[str, ...], int], ...]  # path and rank of each linear layer that has an adapter
@@ -107,19 +96,6 @@ def visible(
     return seen & (gap < window) if window is not None else seen
 
 
-def unstack_layers(params: Params) -> Params:
-    """The same weights with the layers as a tuple of trees, for unrolled decoding; attached adapters are merged."""
-    count = jax.tree.leaves(params["layers"])[0].shape[0]
-    one = lambda number: fold(jax.tree.map(lambda leaf: leaf[number], params["layers"]))
-    return {**params, "layers": tuple(one(number) for number in range(count))}
-
-
-def decode_specs(config: ModelConfig) -> dict[str, Any]:
-    """The declarations in the shape of `unstack_layers`."""
-    block = _graph(config, Block)[1]
-    return {**_graph(config, Ends)[1], "layers": (block,) * config.num_layers}
-
-
 def initial(specs: dict[str, Any], key: Shaped[Array, ""], std: float, dtype: str) -> Params:
     """Fresh values of declared weights, each drawn with a key of its own path."""
 
@@ -160,7 +136,7 @@ class Model:
         """Keys or values of all columns, on each of the devices that columns are split over."""
         return x if self.plan is None or self.plan.ways("columns") == 1 else self.constrain_kv(x)
 
-    def _look_up(self, table: Float[Array, "V D"], tokens: Int[Array, "N T"]) -> Float[Array, "N T D"]:
+    def look_up(self, table: Float[Array, "V D"], tokens: Int[Array, "N T"]) -> Float[Array, "N T D"]:
         """Rows of the table, by way of the layouts of `Plan.for_lookup`."""
         if self.plan is None:
             return table[tokens]
@@ -178,7 +154,7 @@ class Model:
         """The same model laid out as a prefill is."""
         return self if self.plan is None else dataclasses.replace(self, plan=self.plan.for_prompts())
 
-    def _constrain(self, x: Shaped[Array, "N T ..."]) -> Shaped[Array, "N T ..."]:
+    def constrain(self, x: Shaped[Array, "N T ..."]) -> Shaped[Array, "N T ..."]:
         return x if self.plan is None else self.plan.constrain(x, ("batch", "columns", *(None,) * (x.ndim - 2)))
 
     def hidden(
@@ -187,33 +163,24 @@ class Model:
         tokens: Int[Array, "N T"],
         positions: Int[Array, "N T"],
         segment_ids: Int[Array, "N T"],
-        cache: Cache | None = None,
-        return_cache: bool = False,
-    ) -> tuple[Float[Array, "N T D"], Cache | None]:
-        """Hidden states after the last norm, and the cache with these columns written.
+    ) -> Float[Array, "N T D"]:
+        """Hidden states after the last norm. A token sees those of its segment, up to itself.
 
-        Without a cache the tokens see each other only, and `return_cache` gives a cache of their own T columns.
-        With one, they are written at its index and see what stands before. Params and activations are cast to the
-        config's dtype. Where the plan splits columns, each device has its own and gathers the keys and values of all.
+        Params and activations are cast to the config's dtype. Where the plan splits columns, each device has its own and
+        gathers the keys and values of all.
         """
         columns = tokens.shape[1]
         ways = 1 if self.plan is None else self.plan.ways("columns")
-        keys = columns if cache is None else cache.positions.shape[1]
-        parts = -(-columns * keys // (PAIRS * ways))
-        if cache is None and not return_cache:
-            room = ((0, 0), (0, -columns % (parts * ways)))
-            tokens, positions, segment_ids = (jnp.pad(x, room) for x in (tokens, positions, segment_ids))
+        parts = -(-columns * columns // (PAIRS * ways))
+        room = ((0, 0), (0, -columns % (parts * ways)))
+        tokens, positions, segment_ids = (jnp.pad(x, room) for x in (tokens, positions, segment_ids))
         dtype = jnp.dtype(self.config.dtype)
         cast = lambda tree: jax.tree.map(lambda leaf: leaf.astype(dtype), tree)
         ends = _merge(self.config, Ends, cast({name: leaf for name, leaf in params.items() if name != "layers"}))
-        x = self._look_up(ends.embed.table[...], tokens)
-        k_positions, k_segments, index = positions, segment_ids, None
-        positions, segment_ids = self._constrain(positions), self._constrain(segment_ids)
+        x = self.look_up(ends.embed.table[...], tokens)
+        k_positions, k_segments = positions, segment_ids
+        positions, segment_ids = self.constrain(positions), self.constrain(segment_ids)
         angles = positions[:, :, None].astype(jnp.float32) * rope_frequencies(self.config).astype("float32")[None, None]
-        if cache is not None:
-            index = cache.index
-            write = lambda old, new: jax.lax.dynamic_update_slice_in_dim(old, new, index, axis=1)
-            k_positions, k_segments = write(cache.positions, positions), write(cache.segment_ids, segment_ids)
         sees = lambda *queries: visible(*queries, k_positions, k_segments, self.config.sliding_window)
         queries = (positions, segment_ids)
         if parts == 1:
@@ -221,27 +188,13 @@ class Model:
         else:
             attention = functools.partial(attend_in_parts, sees=sees, queries=queries, parts=parts)
 
-        def layer(x, weights, kv=None):
+        def layer(x, weights):
             x = checkpoint_name(x, LAYER_INPUT)
-            x, kv = _merge(self.config, Block, cast(weights))(x, angles, attention, kv, index, self._gather_kv)
-            return self._constrain(x), kv if cache is not None or return_cache else None
+            x = _merge(self.config, Block, cast(weights))(x, angles, attention, self._gather_kv)
+            return self.constrain(x), None
 
-        x, layers = self._run_layers(_remat(layer, self.config.remat), x, params["layers"], cache)
-        if cache is not None or return_cache:
-            filled = jnp.asarray(tokens.shape[1], jnp.int32) if cache is None else index + tokens.shape[1]
-            cache = Cache(layers, k_positions, k_segments, filled)
-        return ends.final_norm(x)[:, :columns], cache
-
-    def _run_layers(self, layer, x, weights, cache):
-        if isinstance(weights, tuple):
-            out = []
-            for number, one in enumerate(weights):
-                x, kv = layer(x, one, None if cache is None else cache.layers[number])
-                out.append(kv)
-            return x, tuple(out)
-        if cache is not None:
-            raise ValueError("a cache needs unstacked layers: decode with prepare_decode(params)")
-        return jax.lax.scan(layer, x, weights)
+        x, _ = jax.lax.scan(_remat(layer, self.config.remat), x, params["layers"])
+        return ends.final_norm(x)[:, :columns]
 
     def unembed(self, params: Params, hidden: Float[Array, "*n D"]) -> Float[Array, "*n V"]:
         """Float32 logits of hidden states, each device with its own part of the vocabulary."""

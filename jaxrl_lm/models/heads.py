@@ -106,7 +106,7 @@ def row_scores(
     Source: transformers' *ForSequenceClassification with one label. It finds the last token by the padding token's id;
     here it is the last column with a segment.
     """
-    hidden, _ = model.hidden(critic["trunk"], tokens, positions(segment_ids), segment_ids)
+    hidden = model.hidden(critic["trunk"], tokens, positions(segment_ids), segment_ids)
     real = segment_ids > 0
     last = jnp.max(jnp.where(real, jnp.arange(tokens.shape[1], dtype=jnp.int32)[None], 0), axis=1)
     states = jnp.take_along_axis(hidden, last[:, None, None], axis=1)[:, 0]
@@ -121,7 +121,7 @@ def token_logits(
 
     Source: transformers' *ForTokenClassification.
     """
-    hidden, _ = model.hidden(classifier["trunk"], tokens, positions(segment_ids), segment_ids)
+    hidden = model.hidden(classifier["trunk"], tokens, positions(segment_ids), segment_ids)
     real = segment_ids > 0
     # Selected before the head too: else a NaN of padding would reach the head's gradient.
     logits = apply(classifier["head"], jnp.where(real[:, :, None], hidden, 0.0))

@@ -73,9 +73,14 @@ class RMSNorm(nnx.Module):
         self.eps = eps
 
     def __call__(self, x: Float[Array, "... d"]) -> Float[Array, "... d"]:
-        x32 = x.astype(jnp.float32)
-        x32 = x32 * jax.lax.rsqrt(jnp.mean(x32 * x32, axis=-1, keepdims=True) + self.eps)
-        return x32.astype(x.dtype) * jnp.broadcast_to(self.scale[...], x.shape)
+        return normalised(x, self.scale[...], self.eps)
+
+
+def normalised(x: Float[Array, "... d"], scale: Float[Array, "d"], eps: float) -> Float[Array, "... d"]:
+    """What RMSNorm computes."""
+    x32 = x.astype(jnp.float32)
+    x32 = x32 * jax.lax.rsqrt(jnp.mean(x32 * x32, axis=-1, keepdims=True) + eps)
+    return x32.astype(x.dtype) * jnp.broadcast_to(scale, x.shape)
 
 
 def rope_frequencies(config: ModelConfig) -> np.ndarray:
@@ -95,8 +100,14 @@ def rope_frequencies(config: ModelConfig) -> np.ndarray:
 
 def rotate(x: Float[Array, "N T h k"], angles: Float[Array, "N T half"]) -> Float[Array, "N T h k"]:
     """Rotary embedding on the two halves of each head, as Hugging Face stores it; in float32."""
+    return turned(x, jnp.cos(angles)[:, :, None], jnp.sin(angles)[:, :, None])
+
+
+def turned(
+    x: Float[Array, "*n k"], cos: Float[Array, "*#n half"], sin: Float[Array, "*#n half"]
+) -> Float[Array, "*n k"]:
+    """The two halves of the last axis turned by an angle."""
     first, second = jnp.split(x.astype(jnp.float32), 2, axis=-1)
-    cos, sin = jnp.cos(angles)[:, :, None], jnp.sin(angles)[:, :, None]
     return jnp.concatenate([first * cos - second * sin, second * cos + first * sin], axis=-1).astype(x.dtype)
 
 
@@ -154,21 +165,15 @@ class Attention(nnx.Module):
         self.k_norm = RMSNorm(config.head_dim, config.rms_norm_eps) if config.qk_norm else None
         self.head_dim = config.head_dim
 
-    def __call__(self, x, angles, attention, cache, index, gather):
-        """Output and this layer's keys and values [N c S k]: the call's own, or the cache with them written at index.
-
-        `gather` gets the call's own keys, and values, of all columns; `attention` is `attend` with its mask.
-        """
+    def __call__(self, x, angles, attention, gather):
+        """The output. `gather` gets the keys, and values, of all columns; `attention` is `attend` with its mask."""
         split = lambda y: y.reshape(*y.shape[:2], -1, self.head_dim)
         q, k, v = split(self.q_proj(x)), split(self.k_proj(x)), split(self.v_proj(x))
         if self.q_norm is not None:
             q, k = self.q_norm(q), self.k_norm(k)
         q, k = rotate(q, angles), rotate(k, angles)
         k, v = gather(k.swapaxes(1, 2)), gather(v.swapaxes(1, 2))
-        if cache is not None:
-            write = lambda old, new: jax.lax.dynamic_update_slice_in_dim(old, new.astype(old.dtype), index, axis=2)
-            k, v = write(cache[0], k), write(cache[1], v)
-        return self.o_proj(attention(q, k, v)), (k, v)
+        return self.o_proj(attention(q, k, v))
 
 
 class MLP(nnx.Module):
@@ -193,10 +198,9 @@ class Block(nnx.Module):
         self.post_norm = RMSNorm(config.hidden_size, config.rms_norm_eps)
         self.mlp = MLP(config)
 
-    def __call__(self, x, angles, attention, cache, index, gather):
-        attended, kv = self.attn(self.input_norm(x), angles, attention, cache, index, gather)
-        x = x + attended
-        return x + self.mlp(self.post_norm(x)), kv
+    def __call__(self, x, angles, attention, gather):
+        x = x + self.attn(self.input_norm(x), angles, attention, gather)
+        return x + self.mlp(self.post_norm(x))
 
 
 class Table(nnx.Module):
