@@ -14,7 +14,7 @@ import jax.numpy as jnp
 from jaxtyping import Array, Bool, Float, Int32, Shaped
 
 from jaxrl_lm.config import SamplingConfig
-from jaxrl_lm.models import BLOCK, Cache, Model, extend, fuse_layers, prefill
+from jaxrl_lm.models import Cache, Model, extend, fuse_layers, prefill, room_for
 from jaxrl_lm.sampling import draw
 from jaxrl_lm.types import Params, Requests, Rollout
 
@@ -99,8 +99,8 @@ def start(
         request = jnp.where(first, queue.order[:, : slots // parts], own).reshape(slots)
         prompt = jnp.minimum(request, own - 1) // (rows // prompts)
         pick = lambda x: _pick(x, prompt, parts)
-    room = lambda x: jnp.pad(pick(x), ((0, 0), (0, 0), (0, _room(columns + new) - columns), (0, 0)))
-    layers = tuple(tuple(model.constrain_kv(room(x)) for x in kv) for kv in queue.cache.layers)
+    wider = lambda x: jnp.pad(pick(x), ((0, 0), (0, 0), (0, room_for(columns + new) - columns), (0, 0)))
+    layers = tuple(tuple(model.constrain_kv(wider(x)) for x in kv) for kv in queue.cache.layers)
     empty = jnp.zeros((rows, new), jnp.float32)
     return DecodeState(
         step=jnp.zeros((), jnp.int32),
@@ -134,11 +134,6 @@ def _check(rows: int, prompts: int, slots: int, parts: int) -> None:
             f"slots={slots}: rows that wait for a slot stay in their part of the batch, and {prompts} prompts do not "
             f"divide over its {parts} parts: leave slots out"
         )
-
-
-def _room(columns: int) -> int:
-    """Columns of a cache, in whole blocks where there is more than one."""
-    return columns if columns <= BLOCK else -(-columns // BLOCK) * BLOCK
 
 
 def _apart(x: Shaped[Array, "M ..."], parts: int) -> Shaped[Array, "D m ..."]:

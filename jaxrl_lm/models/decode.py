@@ -37,6 +37,11 @@ class Cache(NamedTuple):
     lengths: Int32[Array, "W"]
 
 
+def room_for(columns: int) -> int:
+    """How many columns a cache of so many has: whole blocks where there is more than one."""
+    return columns if columns <= BLOCK else -(-columns // BLOCK) * BLOCK
+
+
 # --- weights ----------------------------------------------------------------------------------------------------------
 
 
@@ -175,7 +180,8 @@ def attend_filled(
     """`attend` of tokens at these places of caches of which no row has more than `filled` columns.
 
     Blocks of columns are read one after another, as far as any row is filled, with the running maximum and sum of the
-    softmax (Milakov and Gimelshein, 2018): a block that a row does not see changes none of its bits.
+    softmax (Milakov and Gimelshein, 2018): a block that a row does not see changes none of its bits. Raises ValueError
+    for a cache that is not in whole blocks.
     """
 
     def sees(start, size) -> Bool[Array, "W T B"]:
@@ -186,6 +192,8 @@ def attend_filled(
     room = k.shape[2]
     if room <= BLOCK:
         return attend(q, k, v, sees(0, room))
+    if room % BLOCK:
+        raise ValueError(f"a cache of {room} columns is not in whole blocks of {BLOCK}: make it by room_for")
     q = q.reshape(rows, columns, k.shape[1], heads // k.shape[1], width)
 
     def block(number, carry):
