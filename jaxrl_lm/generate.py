@@ -14,7 +14,7 @@ import jax.numpy as jnp
 from jaxtyping import Array, Bool, Float, Int32, Shaped
 
 from jaxrl_lm.config import SamplingConfig
-from jaxrl_lm.models import Cache, Model, extend, fuse_layers, prefill, room_for
+from jaxrl_lm.models import Cache, Model, extend, fuse_layers, next_logits, prefill, room_for
 from jaxrl_lm.sampling import draw
 from jaxrl_lm.types import Params, Requests, Rollout
 
@@ -99,8 +99,9 @@ def start(
         request = jnp.where(first, queue.order[:, : slots // parts], own).reshape(slots)
         prompt = jnp.minimum(request, own - 1) // (rows // prompts)
         pick = lambda x: _pick(x, prompt, parts)
-    wider = lambda x: jnp.pad(pick(x), ((0, 0), (0, 0), (0, room_for(columns + new) - columns), (0, 0)))
-    layers = tuple(tuple(model.constrain_kv(wider(x)) for x in kv) for kv in queue.cache.layers)
+    more = (0, room_for(columns + new) - columns)
+    wider = lambda x, axis: model.constrain_kv(jnp.pad(pick(x), [more if a == axis else (0, 0) for a in range(4)]))
+    layers = tuple((wider(k, 3), wider(v, 2)) for k, v in queue.cache.layers)
     empty = jnp.zeros((rows, new), jnp.float32)
     return DecodeState(
         step=jnp.zeros((), jnp.int32),
@@ -169,7 +170,7 @@ def decode(
         of = lambda x: _pick(x, request, parts)
         hidden, cache = extend(params, state.token[:, None], state.cache, model=model, count=active.astype(jnp.int32))
         keys = jax.vmap(jax.random.fold_in)(of(requests.keys), state.drawn)
-        drawn = draw(model.unembed(params, hidden[:, 0]), keys, of(requests.temperature), sampling)
+        drawn = draw(next_logits(params, hidden[:, :, 0], model=model), keys, of(requests.temperature), sampling)
         token = jnp.where(active, drawn.token, sampling.pad_token_id)
         over, stop_state = (token[:, None] == eos[None]).any(1), state.stop_state
         if stops is not None:
@@ -203,7 +204,9 @@ def _record(state: DecodeState, token, logprob, behaviour, ended, parts: int) ->
     """The results with what every slot has drawn; that of an empty slot has no place there."""
     places = (_apart(state.request, parts), _apart(state.drawn, parts))
     put = lambda buffer, row, column, value: buffer.at[row, column].set(value, mode="drop")
-    one = lambda buffer, value: jax.vmap(put)(_apart(buffer, parts), *places, _apart(value, parts)).reshape(buffer.shape)
+    one = lambda buffer, value: jax.vmap(put)(_apart(buffer, parts), *places, _apart(value, parts)).reshape(
+        buffer.shape
+    )
     results = state.results
     rows = results.ended.shape[0]
     mark = jax.vmap(lambda buffer, row: buffer.at[row].set(True, mode="drop"))
@@ -238,7 +241,7 @@ def _refill(state: DecodeState, parts: int, own: int) -> DecodeState:
 
         def one(old, new):
             new = jax.vmap(lambda x, number: x[number])(_apart(new, parts), source)
-            put = lambda old, slot, new: old.at[slot, :, : new.shape[1]].set(new, mode="drop")
+            put = lambda old, slot, new: old.at[slot, :, : new.shape[1], : new.shape[2]].set(new, mode="drop")
             return jax.vmap(put)(_apart(old, parts), slot, new).reshape(old.shape)
 
         return jax.tree.map(one, layers, queue.cache.layers)

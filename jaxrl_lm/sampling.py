@@ -4,7 +4,7 @@ from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
-from jaxtyping import Array, Float, Int32, Key
+from jaxtyping import Array, Bool, Float, Int32, Key
 
 from jaxrl_lm.config import SamplingConfig
 
@@ -35,32 +35,34 @@ def truncate(logits: Float[Array, "N V"], sampling: SamplingConfig) -> Float[Arr
     return logits
 
 
-def _gumbel_argmax(key: Key[Array, ""], logits: Float[Array, "n"]) -> Int32[Array, ""]:
-    noise = jax.random.gumbel(key, logits.shape, jnp.float32)
-    return jnp.argmax(jnp.where(jnp.isneginf(logits), -jnp.inf, logits + noise)).astype(jnp.int32)
+def _gumbel_argmax(keys: Key[Array, "N"], logits: Float[Array, "N n"], greedy: Bool[Array, "N"]) -> Int32[Array, "N"]:
+    """A draw from softmax(logits) of each row; of a greedy one the first of the best."""
+    noise = jax.vmap(lambda key: jax.random.gumbel(key, logits.shape[1:], jnp.float32))(keys)
+    noisy = jnp.where(jnp.isneginf(logits) | greedy[:, None], logits, logits + noise)
+    return jnp.argmax(noisy, axis=1).astype(jnp.int32)
 
 
-def categorical(logits: Float[Array, "N V"], keys: Key[Array, "N"]) -> Int32[Array, "N"]:
-    """One draw a row from softmax(logits), each from its own key.
+def categorical(
+    logits: Float[Array, "N V"], keys: Key[Array, "N"], greedy: Bool[Array, "N"] | None = None
+) -> tuple[Int32[Array, "N"], Float[Array, "N"]]:
+    """One draw a row from softmax(logits), each from its own key, and log Σ exp(logits); greedy rows take the first best.
 
     In two stages, a block of 128 tokens by its summed probability and a token within it, each by the Gumbel maximum: the
-    same distribution as one Gumbel a token for V/128 + 128 random numbers a row instead of V.
+    same distribution as one Gumbel a token for V/128 + 128 random numbers a row instead of V, and two passes over V.
     """
     rows, size = logits.shape
-    blocks = -(-size // BLOCK)
-    padded = jnp.pad(logits, ((0, 0), (0, blocks * BLOCK - size)), constant_values=-jnp.inf).reshape(
-        rows, blocks, BLOCK
-    )
-    best = jnp.max(logits, axis=1)[:, None, None]
-    weight = jnp.sum(jnp.exp(padded - best), axis=2)
+    greedy = jnp.zeros((rows,), bool) if greedy is None else greedy
+    room = ((0, 0), (0, -size % BLOCK))
+    blocks = jnp.pad(logits, room, constant_values=-jnp.inf).reshape(rows, -1, BLOCK)
+    highest = jnp.max(blocks, axis=2)
+    best = jnp.max(highest, axis=1)
+    weight = jnp.sum(jnp.exp(blocks - best[:, None, None]), axis=2)
     log_weight = jnp.where(weight > 0, jnp.log(jnp.where(weight > 0, weight, 1.0)), -jnp.inf)
-
-    def one(key, log_weight, row):
-        first, second = jax.random.split(key)
-        block = _gumbel_argmax(first, log_weight)
-        return block * BLOCK + _gumbel_argmax(second, row[block])
-
-    return jax.vmap(one)(keys, log_weight, padded)
+    two = jax.vmap(jax.random.split)(keys)
+    block = _gumbel_argmax(two[:, 0], jnp.where(greedy[:, None], highest, log_weight), greedy)
+    within = jnp.take_along_axis(blocks, block[:, None, None], axis=1)[:, 0]
+    token = block * BLOCK + _gumbel_argmax(two[:, 1], within, greedy)
+    return token, best + jnp.log(jnp.sum(weight, axis=1))
 
 
 def draw(
@@ -69,12 +71,9 @@ def draw(
     """A token a row, with its log-probs. Temperature 0 is argmax, with log-probs at temperature 1 and a behaviour of 0."""
     greedy = temperature <= 0
     scaled = logits / jnp.where(greedy, 1.0, temperature)[:, None]
-    log_total = jax.nn.logsumexp(scaled, axis=1)
-    allowed = truncate(scaled, sampling) if sampling.truncates else scaled
-    token = jnp.where(greedy, jnp.argmax(logits, axis=1).astype(jnp.int32), categorical(allowed, keys))
+    token, log_total = categorical(truncate(scaled, sampling) if sampling.truncates else scaled, keys, greedy)
     chosen = jnp.take_along_axis(scaled, token[:, None], axis=1)[:, 0]
-    logprob = chosen - log_total
     if not sampling.truncates:
+        logprob = chosen - log_total
         return Drawn(token, logprob, logprob)
-    behaviour = chosen - jax.nn.logsumexp(allowed, axis=1)
-    return Drawn(token, logprob, jnp.where(greedy, 0.0, behaviour))
+    return Drawn(token, chosen - jax.nn.logsumexp(scaled, axis=1), jnp.where(greedy, 0.0, chosen - log_total))

@@ -25,7 +25,7 @@ def softmax(logits):
 def counts(logits, seed, draws=DRAWS):
     """How often each token is drawn from one row of logits."""
     keys = jax.random.split(jax.random.key(seed), draws)
-    tokens = jax.jit(categorical)(jnp.broadcast_to(jnp.float32(logits), (draws, len(logits))), keys)
+    tokens, _ = jax.jit(categorical)(jnp.broadcast_to(jnp.float32(logits), (draws, len(logits))), keys)
     return np.bincount(tokens, minlength=len(logits))
 
 

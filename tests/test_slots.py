@@ -82,7 +82,9 @@ def test_order_and_slots_change_no_bit(sampler):
     base, keys = sampler(4)(asked()), jax.random.split(jax.random.key(0), ROWS)
     for seed in range(3):
         prompts, rows = groups_in_order(np.random.default_rng(seed).permutation(PROMPTS))
-        given = asked(keys=jax.random.clone(keys)[rows], prompts=prompts, limits=LIMITS[rows], temperature=TEMPERATURE[rows])
+        given = asked(
+            keys=jax.random.clone(keys)[rows], prompts=prompts, limits=LIMITS[rows], temperature=TEMPERATURE[rows]
+        )
         same(base, sampler(4)(given), rows_of_a=rows)
 
 
@@ -119,7 +121,11 @@ def engine(model, weights):
     sampling = SamplingConfig(max_new_tokens=NEW, eos_token_ids=(), pad_token_id=0)
     begin = jax.jit(functools.partial(start, model=model, sampling=sampling, slots=4))
     go_on = jax.jit(functools.partial(decode, model=model, sampling=sampling), donate_argnums=2)
-    return lambda given: begin(weights, given), lambda given, state, until: go_on(weights, given, state, None, until), sampling
+    return (
+        lambda given: begin(weights, given),
+        lambda given, state, until: go_on(weights, given, state, None, until),
+        sampling,
+    )
 
 
 def list_schedule(lengths, slots):
@@ -228,7 +234,9 @@ def test_several_tokens_at_once_are_one_after_another(model, params, weights):
     cache = decoding.prefill(weights, jnp.asarray(tokens[:, :4]), jnp.asarray(lengths), model=model)
     room = lambda x: jnp.pad(x, ((0, 0), (0, 0), (0, 8), (0, 0)))
     cache = cache._replace(layers=jax.tree.map(room, cache.layers))
-    full = model.hidden(params, jnp.asarray(tokens), jnp.broadcast_to(jnp.arange(12), (3, 12)), jnp.ones((3, 12), jnp.int32))
+    full = model.hidden(
+        params, jnp.asarray(tokens), jnp.broadcast_to(jnp.arange(12), (3, 12)), jnp.ones((3, 12), jnp.int32)
+    )
     done = lengths.copy()
     for width, count in ((3, [3, 2, 0]), (1, [1, 0, 1]), (2, [2, 1, 2])):
         part = np.stack([np.resize(row[at : at + width], width) for row, at in zip(tokens, done, strict=True)])

@@ -12,7 +12,7 @@ from jaxrl_lm.models.classifiers import (
     save_reward_model,
 )
 from jaxrl_lm.models.config import LinearRope, Llama3Rope, LoraConfig, ModelConfig
-from jaxrl_lm.models.decode import Cache, decode_specs, extend, fuse_layers, prefill, room_for
+from jaxrl_lm.models.decode import Cache, decode_specs, extend, fuse_layers, next_logits, prefill, room_for
 from jaxrl_lm.models.decoder import Model, build, decoder_specs, positions
 from jaxrl_lm.models.heads import (
     classifier_specs,
@@ -63,6 +63,7 @@ __all__ = [
     "load_reward_models",
     "lora_specs",
     "merge",
+    "next_logits",
     "positions",
     "prefill",
     "read_adapter",

@@ -128,7 +128,7 @@ class Model:
 
         return initial(self.specs, key, self.config.initializer_range, dtype)
 
-    def constrain_kv(self, x: Float[Array, "N c S K"]) -> Float[Array, "N c S K"]:
+    def constrain_kv(self, x: Float[Array, "N c _ _"]) -> Float[Array, "N c _ _"]:
         """Keys or values laid out on the mesh, heads as their projections."""
         return x if self.plan is None else self.plan.constrain(x, ("batch", "kv_heads", None, None))
 
@@ -156,6 +156,10 @@ class Model:
 
     def constrain(self, x: Shaped[Array, "N T ..."]) -> Shaped[Array, "N T ..."]:
         return x if self.plan is None else self.plan.constrain(x, ("batch", "columns", *(None,) * (x.ndim - 2)))
+
+    def constrain_features(self, x: Shaped[Array, "D W T"]) -> Shaped[Array, "D W T"]:
+        """The residual stream of generation, features first, laid out on the mesh."""
+        return x if self.plan is None else self.plan.constrain(x, (None, "batch", "columns"))
 
     def hidden(
         self,

@@ -73,14 +73,9 @@ class RMSNorm(nnx.Module):
         self.eps = eps
 
     def __call__(self, x: Float[Array, "... d"]) -> Float[Array, "... d"]:
-        return normalised(x, self.scale[...], self.eps)
-
-
-def normalised(x: Float[Array, "... d"], scale: Float[Array, "d"], eps: float) -> Float[Array, "... d"]:
-    """What RMSNorm computes."""
-    x32 = x.astype(jnp.float32)
-    x32 = x32 * jax.lax.rsqrt(jnp.mean(x32 * x32, axis=-1, keepdims=True) + eps)
-    return x32.astype(x.dtype) * jnp.broadcast_to(scale, x.shape)
+        x32 = x.astype(jnp.float32)
+        x32 = x32 * jax.lax.rsqrt(jnp.mean(x32 * x32, axis=-1, keepdims=True) + self.eps)
+        return x32.astype(x.dtype) * jnp.broadcast_to(self.scale[...], x.shape)
 
 
 def rope_frequencies(config: ModelConfig) -> np.ndarray:
@@ -100,14 +95,8 @@ def rope_frequencies(config: ModelConfig) -> np.ndarray:
 
 def rotate(x: Float[Array, "N T h k"], angles: Float[Array, "N T half"]) -> Float[Array, "N T h k"]:
     """Rotary embedding on the two halves of each head, as Hugging Face stores it; in float32."""
-    return turned(x, jnp.cos(angles)[:, :, None], jnp.sin(angles)[:, :, None])
-
-
-def turned(
-    x: Float[Array, "*n k"], cos: Float[Array, "*#n half"], sin: Float[Array, "*#n half"]
-) -> Float[Array, "*n k"]:
-    """The two halves of the last axis turned by an angle."""
     first, second = jnp.split(x.astype(jnp.float32), 2, axis=-1)
+    cos, sin = jnp.cos(angles)[:, :, None], jnp.sin(angles)[:, :, None]
     return jnp.concatenate([first * cos - second * sin, second * cos + first * sin], axis=-1).astype(x.dtype)
 
 
