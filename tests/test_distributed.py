@@ -333,6 +333,17 @@ def test_a_pod_of_an_indexed_job_does_not_run_alone_in_silence(alone):
     assert find(None, 1, None) is None
 
 
+def test_processes_of_open_mpi_5_need_an_address_and_nothing_else(alone):
+    for name, value in {"SIZE": "4", "RANK": "3", "LOCAL_RANK": "1"}.items():
+        alone.setenv(f"OMPI_COMM_WORLD_{name}", value)
+    with pytest.raises(ValueError, match=r"give coordinator_address; num_processes=1 runs alone"):
+        find(None, None, None)
+    with pytest.raises(ValueError, match="coordinator_address: not given"):
+        find(None, 4, 3)
+    assert find("host:1", None, None) == launch.Cluster("host:1", 4, 3)
+    assert find(None, 1, None) is None
+
+
 @pytest.mark.parametrize(
     ("cluster", "message"),
     [
