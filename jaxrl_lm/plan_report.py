@@ -140,19 +140,18 @@ def out_of_memory(step: PlannedStep, message: str, topology: Topology, *, second
         raise ValueError(f"{step.name} does not compile for {topology.name}: {message.strip().splitlines()[0][:400]}")
     arguments, beside = (math.fsum(map(device_bytes, trees.values())) for trees in (step.arguments, step.beside))
     rows = [*named_leaves(step.arguments | step.beside)[:SHOWN], *short.temporaries]
-    used = short.needed + (arguments if short.beside_arguments else 0.0)
     return StepReport(
         name=step.name,
         runs=step.runs,
         fits=False,
-        used=used + beside,
+        used=short.needed + beside,
         available=short.available,
         arguments=arguments,
-        temporaries=max(used - arguments, 0.0),
+        temporaries=max(short.needed - arguments, 0.0),
         beside=beside,
         largest=tuple(sorted(rows, key=lambda row: -row[2])[:SHOWN]),
         compile_seconds=seconds,
-        error=f"the compiler ran out of memory: {used / GIB:.1f} of {short.available / GIB:.1f} GiB",
+        error=f"the compiler ran out of memory: {short.needed / GIB:.1f} of {short.available / GIB:.1f} GiB",
     )
 
 
