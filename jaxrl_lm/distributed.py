@@ -181,8 +181,8 @@ def join_lists(name: str, lists: Sequence[Sequence[Any]], dtype: Any) -> dict[st
 
 def split_lists(name: str, arrays: Mapping[str, np.ndarray]) -> list[list[Any]]:
     """The lists of `join_lists`."""
-    values, ends = arrays[name].tolist(), np.cumsum(arrays[f"{name}_lengths"]).tolist()
-    return [values[start:end] for start, end in zip([0, *ends], ends, strict=False)]
+    values, ends = arrays[name], np.cumsum(arrays[f"{name}_lengths"]).tolist()
+    return [values[start:end].tolist() for start, end in zip([0, *ends], ends, strict=False)]
 
 
 def first_only(function: Callable[[], Any]) -> None:

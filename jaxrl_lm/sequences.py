@@ -3,7 +3,7 @@
 A row becomes a tuple of `Example`s (`example.py`, which has the rule for long ones), its sides: chosen and rejected of a
 pair, else one. What an example's mask marks is decided here, from the row, and never again from token values. How a
 prompt or completion becomes tokens is in `encode.py`; rows for reward and process models are in `reward_sequences.py`,
-several examples in one row in `packing.py`.
+several examples in one row in `packing.py`. All processes of a run encode together, with the same rows.
 """
 
 from bisect import bisect_left, bisect_right
