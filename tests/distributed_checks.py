@@ -3,12 +3,16 @@
 python tests/distributed_checks.py ADDRESS PROCESS FILES OUTPUT_DIR
 """
 
+import json
 import sys
 from pathlib import Path
+from unittest import mock
 
+import distributed_rows
 import distributed_runs
 import jax
 import numpy as np
+from jax.experimental import multihost_utils
 
 from jaxrl_lm import GRPOConfig, distributed, launch
 from jaxrl_lm.prepare import prepare
@@ -66,6 +70,50 @@ def check_words(me):
     assert len(calls) == (1, 0)[me] == (1 if distributed.writes() else 0)
 
 
+def check_rounds(me):
+    """More than a message may hold, and nothing at all."""
+    small = mock.patch.object(distributed, "_LARGEST", 1 << 12)  # 2048 bytes of each process
+    with (
+        small,
+        mock.patch.object(multihost_utils, "process_allgather", wraps=multihost_utils.process_allgather) as told,
+    ):
+        for sizes in ((0, 0), (1, 0), (2048, 2049), (4096, 5000)):
+            made = [np.random.default_rng(index).bytes(size) for index, size in enumerate(sizes)]
+            assert distributed.gather_bytes(made[me]) == made, sizes
+        messages = [call.args[0] for call in told.call_args_list]
+        assert [len(one) for one in messages if one.dtype == np.uint8] == [1024, 2048, 1024, 2048, 2048, 1024]
+        for name in ("chats", "outcomes"):
+            found, _ = distributed_rows.encode(distributed_rows.CASES[name])
+            with mock.patch.object(distributed, "_LARGEST", 1 << 26):
+                assert distributed_rows.encode(distributed_rows.CASES[name])[0] == found, name
+    rows = distributed_rows.PLAIN
+    for own, message in (
+        (rows[: 3 + me], "data: processes 1 have number of rows = 4, and process 0 has 3: start every process"),
+        (distributed_rows.changed(rows, row_2={"number": me}), "data: processes 1 have digest of rows = "),
+    ):
+        assert distributed_rows.encode((distributed_rows.encode_prompts, own, distributed_rows.prompts))[0].startswith(
+            message
+        )
+
+
+def check_rows(me, expected):
+    """Examples and errors are those of one process, and each tokenises its own rows."""
+    assert expected.keys() == distributed_rows.CASES.keys() | distributed_rows.ERRORS.keys()
+    for name, case in (distributed_rows.CASES | distributed_rows.ERRORS).items():
+        found, texts = distributed_rows.encode(case)
+        assert found == expected[name][0], (name, found, expected[name][0])
+        first, second = distributed.gather_objects(texts)
+        if name in distributed_rows.ERRORS:
+            assert name in found, found
+            continue
+        if name == "steps":  # the separator
+            assert first[:1] == second[:1] == [";"]
+            second = second[1:]
+        assert first + second == expected[name][1], name
+        assert second
+        assert first or name == "one prompt", name
+
+
 def check_errors(me):
     def fails(rows):
         if 3 in rows:
@@ -92,6 +140,8 @@ def main(address, process, files, output_dir):
         check_arrays(me)
         check_words(me)
         check_errors(me)
+        check_rounds(me)
+        check_rows(me, json.loads(Path(output_dir, "rows.json").read_text()))
         options = {"model": f"{files}/tiny", "dataset": f"{files}/train.jsonl", "reward": ("arithmetic",)}
         options["output_dir"] = f"{output_dir}/never"
         error = error_of(lambda: prepare(GRPOConfig(**options, learning_rate=(1e-3, 5e-1)[me])))

@@ -39,6 +39,7 @@ LAYERS = (
     ("data", "report", "checkpoint"),
     ("runs",),
     ("encode", "rewards", "process_checks"),
+    ("example",),
     ("sequences",),
     ("packing", "reward_sequences"),
     ("given", "rollout", "checks"),
@@ -92,7 +93,7 @@ ONLY = {
     "data": set(),
     "report": set(),
     "rewards": {"rewards", "data"},
-    "encode": {"data"},
+    "encode": {"data", "distributed"},
     "checkpoint": {"distributed", "types"},
 }
 

@@ -13,6 +13,7 @@ import time
 import tomllib
 from pathlib import Path
 
+import distributed_rows
 import distributed_runs
 import jax
 import numpy as np
@@ -213,6 +214,7 @@ def test_a_run_of_two_processes_goes_on_in_one_with_1_2_and_8_devices(killed, on
 def checked(files, cache, tmp_path_factory):
     """What two processes of distributed_checks.py wrote, and how they ended: process 1 fails while process 0 waits."""
     address, output = f"127.0.0.1:{run_processes.free_port()}", tmp_path_factory.mktemp("checked")
+    distributed_rows.save(output / "rows.json")
     commands = [[address, str(process), str(Path(files[0]).parent), str(output)] for process in (0, 1)]
     started = run_processes.start_script("distributed_checks.py", commands, cache=cache)
     return output, run_processes.finish(started, TIMEOUT)
