@@ -140,7 +140,7 @@ def run(setup: Setup) -> Run:
 
 def _save(setup: Setup, checkpoints: Checkpoints, step: int, state: TrainState, host: dict[str, Any], values) -> None:
     table = {"step": step, "host": host, "config": to_toml(setup.config), "data": setup.fingerprint}
-    checkpoints.save(step, state, table, metrics=values)
+    checkpoints.save(step, setup.steps.to_save(state), table, metrics=values)
 
 
 def _start(setup: Setup, checkpoints: Checkpoints) -> tuple[Setup, Host, TrainState, Frozen, int, list[str]]:
@@ -153,7 +153,7 @@ def _start(setup: Setup, checkpoints: Checkpoints) -> tuple[Setup, Host, TrainSt
         prm = copy_params(setup.params["prm"]) if "prm" in setup.params else None
         with explained(lambda: "start", lambda: {"params": setup.params}, config):
             reference = keep(setup.params["policy"], setup.steps.reference) if keeps else None
-            state = setup.steps.init(setup.params, key)
+            state = setup.steps.at_rest(setup.steps.init(setup.params, key))
     else:
         prm = setup.params.get("prm")
         reference = move(setup.params["policy"], setup.steps.reference) if keeps else None
@@ -163,12 +163,12 @@ def _start(setup: Setup, checkpoints: Checkpoints) -> tuple[Setup, Host, TrainSt
         saved = checkpoints.restore_host(step=latest)
         check_command(setup.directory, None)
         notes += check_same_run(saved, config, directory=setup.directory, fingerprint=setup.fingerprint)
-        state, saved = checkpoints.restore(setup.steps.abstract_state, step=latest)
+        state, saved = checkpoints.restore(setup.steps.saved, step=latest)
+        state = setup.steps.from_saved(state)
         host.load(saved["host"], rows=setup.prompts.rows)
         done = saved["step"]
         notes.append(f"resumed from step {done}")
     frozen = Frozen(reference, setup.base, prm_reference=prm, teacher=setup.teacher)
-    state = setup.steps.at_rest(state)
     open_directory(setup.directory, config, command=None, step=done if latest is not None else -1)
     return setup._replace(params=None), host, state, frozen, done, notes
 
@@ -217,7 +217,7 @@ def _evaluate_sets(setup: Setup, state: TrainState, frozen: Frozen, step: int) -
             temperature=config.temperature,
             samples=config.eval_num_generations,
             limit=config.eval_limit,
-            policy_step=int(state.step),
+            policy_step=int(gather(state.step)),
             name=name,
             purpose=EVAL + number,
         )
@@ -240,7 +240,9 @@ def _sample_and_learn(setup: Setup, host: Host, state: TrainState, frozen: Froze
     config = setup.config
     with clock("weights"):  # the newest
         decode_params = jax.block_until_ready(setup.steps.prepare_decode(state.params["policy"], frozen.base))
-    collected = collect(setup, host, decode_params, state.key, step=step, policy_step=int(state.step), clock=clock)
+    collected = collect(
+        setup, host, decode_params, state.key, step=step, policy_step=int(gather(state.step)), clock=clock
+    )
     del decode_params
     learned = learn(setup, host, state, frozen, collected, step=step, clock=clock)
     state, found = learned.state, learned.metrics
@@ -252,7 +254,7 @@ def _sample_and_learn(setup: Setup, host: Host, state: TrainState, frozen: Froze
     )
     host.tokens += collected.generated + collected.prompt_tokens
     values = collected.metrics | found | clock.metrics() | {
-        "learning_rate": host.lr_scale * float(setup.schedule(max(int(state.step) - 1, 0))),
+        "learning_rate": host.lr_scale * float(setup.schedule(max(int(gather(state.step)) - 1, 0))),
         "tokens_per_second/generate": collected.generated / clock.seconds["generate"],
         "tokens_per_second/train": trained_tokens / clock.seconds["update"],
         "num_tokens": host.tokens,

@@ -13,7 +13,6 @@ import jax
 import jax.numpy as jnp
 
 from jaxrl_lm.config import GRPOConfig, PlacementOptions
-from jaxrl_lm.distributed import several
 from jaxrl_lm.models import Model, build, decode_specs
 from jaxrl_lm.sharding import HOST, Plan, build_plan, has_host_memory, moved_bytes, on_host
 from jaxrl_lm.types import TrainState
@@ -36,6 +35,11 @@ class Placement:
     def apart(self) -> bool:
         """Whether generation has devices of its own."""
         return self.rollout != self.train
+
+    @property
+    def trains_everywhere(self) -> bool:
+        """Whether every process has devices of training."""
+        return len({device.process_index for device in self.train.mesh.devices.flat}) == jax.process_count()
 
     @property
     def moves_state(self) -> bool:
@@ -74,11 +78,6 @@ def open_placement(config: GRPOConfig) -> Placement:
     if not config.rollout_mesh:
         plan = build_plan(config.mesh, **rules, **decode)
         return Placement(plan, plan, **places)
-    if several():
-        raise ValueError(
-            f"rollout_mesh={config.rollout_mesh}: generation on devices of its own is there for one process only yet; this "
-            f"run has {jax.process_count()}: leave it out"
-        )
     devices = jax.devices()
     count = split_devices(config, len(devices))
     train = build_plan(config.mesh, **rules, **decode, devices=devices[:count])

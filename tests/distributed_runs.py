@@ -19,6 +19,18 @@ from jaxrl_lm.sft import train_sft
 NAMES = ("sft", "dpo", "reward", "steps", "prm")
 MESH = {"fsdp": 2, "tensor": 2}
 
+# Generation on devices of its own, of four: of two processes one trains and one generates, or the second one does both.
+APART = {
+    "whole": {
+        "mesh": {"fsdp": 2}, "rollout_mesh": {"tensor": 2}, "reference_placement": "rollout_mesh",
+        "reward_placement": "rollout_mesh", "reward": ("judge", "tiny_run:digits"), "reward_weights": (1.0, 0.5),
+    },
+    "divided": {
+        "mesh": {"data": 3}, "rollout_mesh": {"data": 1}, "reference_placement": "host", "optimizer_placement": "host",
+        "reward": ("tiny_run:digits",), "reward_weights": (), "prompts_per_step": 3, "minibatch_completions": 6,
+    },
+}  # fmt: skip
+
 
 def signs(*, completions):
     """Every plus is a step; rows without one have none that could be judged."""
@@ -45,6 +57,17 @@ def save(directory):
         model, params, tokenizer, _ = models.load_classifier_start(name, labels=labels, bias=bias, key=key)
         write(directory / ("judge", "prm")[labels - 1], model, params, tokenizer, **option)
     return name, tiny_run.write_data(directory)
+
+
+def apart(files, output, kind, steps):
+    """A run of the kinds in APART, in output/<kind>; one that is there goes on to as many steps. Returns its state."""
+    names = {name: str(files / f"{name}.jsonl") for name in ("train", "test", "ood")}
+    changes = {
+        "eval_dataset": {"test": names["test"]}, "eval_steps": 1, "eval_limit": 3, "probe_prompts": 0,
+        "prompt_buckets": (16,), "num_iterations": 1, "max_steps": steps, "true_reward": None, "dtype": "float32",
+    } | APART[kind]  # fmt: skip
+    changes["reward"] = tuple(f"reward_model:{files / name}" if name == "judge" else name for name in changes["reward"])
+    return train(GRPOConfig(**tiny_run.options(str(files / "tiny"), names, output / kind, **changes))).state
 
 
 def make(files, output):

@@ -12,6 +12,7 @@ import threading
 import time
 import tomllib
 from pathlib import Path
+from types import SimpleNamespace
 
 import distributed_runs
 import jax
@@ -246,6 +247,21 @@ def test_other_kinds_of_runs_log_the_metrics_of_one_process(checked, files, tmp_
         assert metrics(tmp_path / kind)[0]["steps/mean_count"] > 0
     found, expected = (json.loads((base / "eval" / "metrics.json").read_text()) for base in (checked[0], tmp_path))
     assert found == pytest.approx(expected, rel=1e-5, abs=CANCELLED)
+
+
+@pytest.mark.parametrize("kind", distributed_runs.APART)
+def test_generation_on_devices_of_its_own_is_the_run_of_one_process(checked, files, tmp_path, monkeypatch, kind):
+    """With the same meshes; the two processes have resumed it after its first step."""
+    monkeypatch.setattr(placement, "jax", SimpleNamespace(**vars(jax) | {"devices": lambda: jax.devices()[:4]}))
+    distributed_runs.apart(Path(files[0]).parent, tmp_path, kind, 2)
+    found, expected = metrics(checked[0] / kind), metrics(tmp_path / kind)
+    assert [row["step"] for row in found] == [0, 1, 2]
+    assert all(row["grad_norm"] > 0 for row in expected[1:])
+    assert expected[2]["kl"] > 0
+    assert_close(found, expected)
+    for step in (1, 2):
+        rows, others = table(checked[0] / kind, step), table(tmp_path / kind, step)
+        assert [row["completion"] for row in rows] == [row["completion"] for row in others]
 
 
 # --- the start --------------------------------------------------------------------------------------------------------
