@@ -33,7 +33,7 @@ from jaxrl_lm.models import (
 from jaxrl_lm.moments import is_tiles, layout_of
 from jaxrl_lm.placement import Placement
 from jaxrl_lm.rows import credit_rows, implicit_rows, member_scores, score_rows, step_chances, value_rows, whole
-from jaxrl_lm.sharding import Plan, has_host_memory, move, on_host, spread
+from jaxrl_lm.sharding import Plan, has_host_memory, move, on_host, spread_layout
 from jaxrl_lm.types import (
     CriticBatch,
     ImplicitBatch,
@@ -109,7 +109,7 @@ class Steps:
         hosted = has_host_memory(jax.local_devices()[0])
 
         def one(x):
-            layout = spread(x.shape, devices)
+            layout = spread_layout(x.shape, devices)
             return jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=on_host(layout) if hosted else layout)
 
         return jax.tree.map(one, self.abstract_state)

@@ -10,7 +10,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from jaxrl_lm.sharding import Plan, make_mesh, move, moved_bytes, spread
+from jaxrl_lm.sharding import Plan, make_mesh, move, moved_bytes, spread_layout
 from jaxrl_lm.sharding.across import _compiled, _rounds, across, plan_exchange, sent_bytes
 
 SHAPE = (12, 24)
@@ -112,6 +112,6 @@ def test_as_many_rounds_as_the_busiest_device_has_edges():
     ],
 )
 def test_arrays_are_spread_over_all_devices_as_far_as_they_divide(shape, count, part):
-    found = spread(shape, jax.devices()[:count])
+    found = spread_layout(shape, jax.devices()[:count])
     assert found.shard_shape(shape) == part
     assert found.device_set == set(jax.devices()[:count])

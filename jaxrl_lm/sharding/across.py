@@ -92,7 +92,7 @@ def _places(boxes: Sequence[Box], edges: Sequence[Edge], side: int) -> np.ndarra
     return starts
 
 
-def spread(shape: tuple[int, ...], devices: Sequence[Any]) -> NamedSharding:
+def spread_layout(shape: tuple[int, ...], devices: Sequence[Any]) -> NamedSharding:
     """The layout of an array that is cut over all of these devices as far as its dimensions divide."""
     sizes = _factors(len(devices))
     axes = [f"{_DEVICE}{number}" for number in range(len(sizes))]
