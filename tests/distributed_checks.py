@@ -65,14 +65,14 @@ def check_arrays_apart(me):
         assert far.sharding == layout
         assert far.dtype == x.dtype
         for shard in far.addressable_shards:
-            assert np.asarray(shard.data).tobytes() == x[shard.index].tobytes(), (x.dtype, x[shard.index], shard.data)
+            assert np.asarray(shard.data).tobytes() == x[shard.index].tobytes(), x.dtype
         for found in distributed.gather({"one": near, "other": [far]}), {"one": x, "other": [distributed.gather(far)]}:
             assert found["one"].dtype == found["other"][0].dtype == x.dtype
             assert found["one"].shape == found["other"][0].shape == x.shape
             assert found["one"].tobytes() == found["other"][0].tobytes() == x.tobytes()
     keys = jax.random.split(jax.random.key(7), 4)
     there = move(move(distributed.place(keys, one.rows), other.rows), one.replicated)
-    assert there.sharding == one.replicated
+    assert there.sharding.is_equivalent_to(one.replicated, 1)
     np.testing.assert_array_equal(distributed.gather(jax.random.key_data(there)), jax.random.key_data(keys))
 
 

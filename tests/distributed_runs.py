@@ -27,7 +27,7 @@ APART = {
     },
     "divided": {
         "mesh": {"data": 3}, "rollout_mesh": {"data": 1}, "reference_placement": "host", "optimizer_placement": "host",
-        "reward": ("tiny_run:digits",), "reward_weights": (), "prompts_per_step": 3, "minibatch_completions": 6,
+        "reward": ("tiny_run:digits",), "reward_weights": (), "prompts_per_step": 6, "minibatch_completions": 12,
     },
 }  # fmt: skip
 

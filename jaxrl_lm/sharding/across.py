@@ -56,12 +56,9 @@ def _compiled(shape: tuple[int, ...], source: Sharding, target: Sharding) -> tup
     """The exchange, the layout of the parts of all devices one after the other, and the program from these to others."""
     found, devices = plan_exchange(shape, source, target), _devices(source, target)
     flat = NamedSharding(Mesh(np.array(devices), (_DEVICE,), axis_types=(AxisType.Auto,)), PartitionSpec(_DEVICE))
-    run = functools.partial(_run, found=found)
-    return (
-        found,
-        flat,
-        jax.jit(jax.shard_map(run, mesh=flat.mesh, in_specs=flat.spec, out_specs=flat.spec, check_vma=False)),
-    )
+    specs = {"in_specs": flat.spec, "out_specs": flat.spec}
+    run = jax.shard_map(functools.partial(_run, found=found), mesh=flat.mesh, **specs, check_vma=False)
+    return found, flat, jax.jit(run)
 
 
 def _run(part: jax.Array, *, found: Exchange) -> jax.Array:
