@@ -12,6 +12,8 @@ import jax.numpy as jnp
 import numpy as np
 
 from jaxrl_lm import GRPOConfig, distributed, launch
+from jaxrl_lm.checkpoint import Checkpoints
+from jaxrl_lm.loop import _start, train
 from jaxrl_lm.prepare import prepare
 from jaxrl_lm.sharding import Plan, make_mesh, move
 
@@ -113,10 +115,21 @@ def check_errors(me):
     assert str(error).startswith("facts: processes 1 have b = 1, and process 0 has 0"), error
 
 
-def check_state(state, kind, me):
-    """The parts of the state that this process has: all where it trains alone, none where it generates, or one of three."""
+def check_apart(files, output, kind, me):
+    """A run with generation on devices of its own: who has which parts of the state, and what it would go on from."""
+    config = distributed_runs.apart(files, output, kind)
+    state = train(config).state
     parts = {len(leaf.addressable_shards) for leaf in jax.tree.leaves(state)}
     assert parts == {{"whole": (2, 0), "divided": (2, 1)}[kind][me]}, parts
+    with Checkpoints(Path(config.output_dir) / "checkpoints") as checkpoints:
+        _, host, found, _, done, _ = _start(prepare(config), checkpoints)
+    assert (done, host.updates) == (1, 2)
+    for one, other in zip(jax.tree.leaves(found), jax.tree.leaves(state), strict=True):
+        assert one.sharding.is_equivalent_to(other.sharding, one.ndim)
+        one, other = (
+            jax.random.key_data(x) if jnp.issubdtype(x.dtype, jax.dtypes.prng_key) else x for x in (one, other)
+        )
+        np.testing.assert_array_equal(*distributed.gather((one, other)))
 
 
 def main(address, process, files, output_dir):
@@ -135,8 +148,7 @@ def main(address, process, files, output_dir):
         print("all checks passed", flush=True)
         distributed_runs.make(Path(files), Path(output_dir))
         for kind in distributed_runs.APART:
-            distributed_runs.apart(Path(files), Path(output_dir), kind, 1)
-            check_state(distributed_runs.apart(Path(files), Path(output_dir), kind, 2), kind, me)  # from its checkpoint
+            check_apart(Path(files), Path(output_dir), kind, me)
         print("all runs ended", flush=True)
         if me == 1:
             raise ValueError("a row that only process 1 has")
