@@ -29,6 +29,7 @@ from jaxrl_lm.learn import learn
 from jaxrl_lm.memory import explained, run_arrays
 from jaxrl_lm.models import Model
 from jaxrl_lm.options import to_toml
+from jaxrl_lm.placement import as_saved, saved_shapes
 from jaxrl_lm.prepare import Setup, prepare
 from jaxrl_lm.report import Reporter
 from jaxrl_lm.rewards import RewardError
@@ -140,7 +141,7 @@ def run(setup: Setup) -> Run:
 
 def _save(setup: Setup, checkpoints: Checkpoints, step: int, state: TrainState, host: dict[str, Any], values) -> None:
     table = {"step": step, "host": host, "config": to_toml(setup.config), "data": setup.fingerprint}
-    checkpoints.save(step, setup.steps.to_save(state), table, metrics=values)
+    checkpoints.save(step, as_saved(state, setup.steps.placement), table, metrics=values)
 
 
 def _start(setup: Setup, checkpoints: Checkpoints) -> tuple[Setup, Host, TrainState, Frozen, int, list[str]]:
@@ -153,7 +154,7 @@ def _start(setup: Setup, checkpoints: Checkpoints) -> tuple[Setup, Host, TrainSt
         prm = copy_params(setup.params["prm"]) if "prm" in setup.params else None
         with explained(lambda: "start", lambda: {"params": setup.params}, config):
             reference = keep(setup.params["policy"], setup.steps.reference) if keeps else None
-            state = setup.steps.at_rest(setup.steps.init(setup.params, key))
+            state = setup.steps.init(setup.params, key)
     else:
         prm = setup.params.get("prm")
         reference = move(setup.params["policy"], setup.steps.reference) if keeps else None
@@ -163,12 +164,14 @@ def _start(setup: Setup, checkpoints: Checkpoints) -> tuple[Setup, Host, TrainSt
         saved = checkpoints.restore_host(step=latest)
         check_command(setup.directory, None)
         notes += check_same_run(saved, config, directory=setup.directory, fingerprint=setup.fingerprint)
-        state, saved = checkpoints.restore(setup.steps.saved, step=latest)
-        state = setup.steps.from_saved(state)
+        abstract = setup.steps.abstract_state
+        state, saved = checkpoints.restore(saved_shapes(abstract, setup.steps.placement), step=latest)
+        state = move(state, jax.tree.map(lambda x: x.sharding, abstract), delete=True)
         host.load(saved["host"], rows=setup.prompts.rows)
         done = saved["step"]
         notes.append(f"resumed from step {done}")
     frozen = Frozen(reference, setup.base, prm_reference=prm, teacher=setup.teacher)
+    state = setup.steps.at_rest(state)
     open_directory(setup.directory, config, command=None, step=done if latest is not None else -1)
     return setup._replace(params=None), host, state, frozen, done, notes
 

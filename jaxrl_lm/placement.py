@@ -14,7 +14,7 @@ import jax.numpy as jnp
 
 from jaxrl_lm.config import GRPOConfig, PlacementOptions
 from jaxrl_lm.models import Model, build, decode_specs
-from jaxrl_lm.sharding import HOST, Plan, build_plan, has_host_memory, moved_bytes, on_host
+from jaxrl_lm.sharding import HOST, Plan, build_plan, has_host_memory, move, moved_bytes, on_host, spread_layout
 from jaxrl_lm.types import TrainState
 
 OPTIONS = ("reference_placement", "reward_placement", "critic_placement", "optimizer_placement")
@@ -149,6 +149,26 @@ def check_placement(config: GRPOConfig, placement: Placement, *, reference: bool
                 f"{name}={size} is not divisible by the {ways} devices of the data and fsdp axes of "
                 f"rollout_mesh={config.rollout_mesh}"
             )
+
+
+def saved_shapes(state: TrainState, placement: Placement) -> TrainState:
+    """Shapes of the state, of shapes or arrays, with the layouts in which a checkpoint takes and gives it: as it lies.
+
+    Where a process has no device of training, over the devices of all, in their hosts' memory where they have any: Orbax
+    takes only arrays of which every process has a part, and the devices' memory may be needed.
+    """
+    layouts = jax.tree.map(lambda x: x.sharding, state)
+    if not placement.trains_everywhere:
+        devices = jax.devices()
+        layouts = jax.tree.map(lambda x: spread_layout(x.shape, devices), state)
+        layouts = on_host(layouts) if has_host_memory(jax.local_devices()[0]) else layouts
+    with_layout = lambda x, layout: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=layout)
+    return jax.tree.map(with_layout, state, layouts)
+
+
+def as_saved(state: TrainState, placement: Placement) -> TrainState:
+    """The state as a checkpoint takes it."""
+    return move(state, jax.tree.map(lambda x: x.sharding, saved_shapes(state, placement)))
 
 
 # --- what a run says of it --------------------------------------------------------------------------------------------

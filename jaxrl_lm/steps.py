@@ -34,7 +34,7 @@ from jaxrl_lm.models import (
 from jaxrl_lm.moments import is_tiles, layout_of
 from jaxrl_lm.placement import Placement
 from jaxrl_lm.rows import credit_rows, implicit_rows, member_scores, score_rows, step_chances, value_rows, whole
-from jaxrl_lm.sharding import Plan, has_host_memory, move, on_host, spread_layout
+from jaxrl_lm.sharding import Plan, move, on_host
 from jaxrl_lm.types import (
     CriticBatch,
     ImplicitBatch,
@@ -97,36 +97,6 @@ class Steps:
     def at_rest(self, state: TrainState) -> TrainState:
         """The state as it lies between updates; what that moves to host memory is deleted where it was."""
         return move(state, self.rest, delete=True) if self.placement.moves_state else state
-
-    @property
-    def saved(self) -> TrainState:
-        """Shapes with the layouts in which a checkpoint takes and gives the state: those of training.
-
-        Where a process has no device of training, over the devices of all, in their hosts' memory where they have any:
-        Orbax takes only arrays of which each process has a part, and generation may still need its devices' memory.
-        """
-        if self.placement.trains_everywhere:
-            return self.abstract_state
-        devices = jax.devices()
-        hosted = has_host_memory(jax.local_devices()[0])
-
-        def one(x):
-            layout = spread_layout(x.shape, devices)
-            return jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=on_host(layout) if hosted else layout)
-
-        return jax.tree.map(one, self.abstract_state)
-
-    def to_save(self, state: TrainState) -> TrainState:
-        """The state between updates as a checkpoint takes it."""
-        if self.placement.trains_everywhere:
-            return state
-        return move(state, jax.tree.map(lambda x: x.sharding, self.saved))
-
-    def from_saved(self, state: TrainState) -> TrainState:
-        """The state between updates, from what a checkpoint gave."""
-        if not self.placement.trains_everywhere:
-            state = move(state, jax.tree.map(lambda x: x.sharding, self.abstract_state), delete=True)
-        return self.at_rest(state)
 
     def on_devices(self, state: TrainState) -> TrainState:
         """The state as updates take it; what that brings from host memory is deleted there."""
