@@ -8,6 +8,7 @@ and `writes` says who writes files. With one process each of them does the plain
 How the processes start and end: `launch.py`.
 """
 
+import collections
 import hashlib
 import io
 import itertools
@@ -19,7 +20,7 @@ from typing import Any
 import jax
 import numpy as np
 from jax.experimental import multihost_utils
-from jax.sharding import Sharding
+from jax.sharding import Sharding, SingleDeviceSharding
 
 # Bytes of a message between processes: the least of one, and the most of all together, for it lies on every device. What
 # is between fills a power of two, and what is more goes in several rounds, so that few shapes compile.
@@ -49,7 +50,7 @@ def place(x: Any, sharding: Sharding) -> jax.Array:
     if isinstance(x, jax.Array) and jax.dtypes.issubdtype(x.dtype, jax.dtypes.prng_key):
         return jax.random.wrap_key_data(place(jax.random.key_data(x), sharding), impl=jax.random.key_impl(x))
     host = np.asarray(x)
-    return jax.make_array_from_callback(host.shape, sharding, lambda index: host[index])
+    return jax.make_array_from_callback(host.shape, sharding, lambda index: host[index], dtype=host.dtype)
 
 
 def place_tree(tree: Any, shardings: Any) -> Any:
@@ -58,16 +59,55 @@ def place_tree(tree: Any, shardings: Any) -> Any:
 
 
 def gather(tree: Any) -> Any:
-    """Every array of a tree whole on every host, as numpy arrays. All processes call it at the same place."""
+    """Every array of a tree whole on every host, as numpy arrays. All processes call it at the same place.
+
+    Arrays on a mesh of which some processes have no device are made whole by those that have, and sent to all.
+    """
     if not several():
         return jax.device_get(tree)
-    return jax.tree.map(_gather_one, tree)
+    leaves, structure = jax.tree.flatten(tree)
+    found, sent = [_gather_one(leaf) for leaf in leaves], collections.defaultdict(list)
+    for number, leaf in enumerate(leaves):
+        have = _processes(leaf)
+        if len(have) < jax.process_count():
+            sent[min(have)].append(number)
+    for source, numbers in sorted(sent.items()):
+        for number, value in zip(numbers, _send([found[n] for n in numbers], source), strict=True):
+            found[number] = value
+    return jax.tree.unflatten(structure, found)
+
+
+def _processes(leaf: Any) -> set[int]:
+    """Those that have a part of an array on a mesh. What lies elsewhere is each process's own: all have it."""
+    if not isinstance(leaf, jax.Array) or isinstance(leaf.sharding, SingleDeviceSharding):
+        return set(range(jax.process_count()))
+    return {device.process_index for device in leaf.sharding.device_set}
 
 
 def _gather_one(leaf: Any) -> Any:
+    if jax.process_index() not in _processes(leaf):
+        return np.zeros(leaf.shape, leaf.dtype)
     if not isinstance(leaf, jax.Array) or leaf.is_fully_addressable or leaf.is_fully_replicated:
         return jax.device_get(leaf)
     return multihost_utils.process_allgather(leaf, tiled=True)
+
+
+def _send(arrays: list[np.ndarray], source: int) -> list[np.ndarray]:
+    """The arrays that process `source` has, to the last bit; the others give some of the same shapes and dtypes."""
+    sizes = np.cumsum([0, *(array.nbytes for array in arrays)])
+    buffer = np.zeros(_room(sizes[-1]), np.uint8)
+    for array, start, stop in zip(arrays, sizes, sizes[1:], strict=False):
+        buffer[start:stop] = np.frombuffer(array.tobytes(), np.uint8)
+    buffer = np.asarray(multihost_utils.broadcast_one_to_all(buffer, is_source=jax.process_index() == source))
+    return [
+        buffer[start:stop].copy().view(array.dtype).reshape(array.shape)
+        for array, start, stop in zip(arrays, sizes, sizes[1:], strict=False)
+    ]
+
+
+def _room(size: int) -> int:
+    """Bytes of a message that holds so many: few sizes, each of which compiles once."""
+    return max(_SMALLEST, 1 << (int(size) - 1).bit_length())
 
 
 # --- what hosts know --------------------------------------------------------------------------------------------------
@@ -83,7 +123,7 @@ def gather_bytes(data: bytes) -> list[bytes]:
     most, largest = int(sizes.max()), max(_SMALLEST, 1 << ((_LARGEST // len(heads)).bit_length() - 1))
     rounds = []
     for start in range(0, most, largest):
-        room = max(_SMALLEST, 1 << (min(most - start, largest) - 1).bit_length())
+        room = _room(min(most - start, largest))
         part = data[start : start + room].ljust(room, b"\0")
         rounds.append(multihost_utils.process_allgather(np.frombuffer(part, np.uint8)))
     whole = lambda place: b"".join(parts[place].tobytes() for parts in rounds)

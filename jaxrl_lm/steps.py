@@ -1,4 +1,5 @@
-"""Beside `fit_steps.py` the only file that calls jax.jit: what is compiled, with which layouts, and what is donated.
+"""What is compiled of a policy-gradient run, with which layouts, and what is donated. Only here, in `fit_steps.py` and, for
+moves between processes, in `sharding/across.py` stands jax.jit.
 
 `compile_steps` binds the pure functions of generate, score, credit, batch and update to a model, a mesh and the static
 options, and gives one record of compiled functions. Each compiles once a bucket of prompt lengths.
@@ -12,6 +13,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 import optax
+from jax.sharding import NamedSharding
 from jaxtyping import Array, Float, Int32
 
 from jaxrl_lm.batch import BatchRule, Coefficients, Rated
@@ -86,8 +88,9 @@ class Steps:
     def _put(self, tree: Any, plan: Plan) -> Any:
         def one(x):
             layout = plan.rows if jnp.ndim(x) else plan.replicated
-            there = isinstance(x, jax.Array) and x.sharding.is_equivalent_to(layout, x.ndim)
-            return move(x, layout) if there or (self.placement.apart and isinstance(x, jax.Array)) else place(x, layout)
+            on_mesh = isinstance(x, jax.Array) and isinstance(x.sharding, NamedSharding)
+            there = on_mesh and (self.placement.apart or x.sharding.is_equivalent_to(layout, x.ndim))
+            return move(x, layout) if there else place(x, layout)
 
         return jax.tree.map(one, tree)
 

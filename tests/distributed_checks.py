@@ -11,12 +11,15 @@ from unittest import mock
 import distributed_rows
 import distributed_runs
 import jax
+import jax.numpy as jnp
 import numpy as np
 from jax.experimental import multihost_utils
 
 from jaxrl_lm import GRPOConfig, distributed, launch
+from jaxrl_lm.checkpoint import Checkpoints
+from jaxrl_lm.loop import _start, train
 from jaxrl_lm.prepare import prepare
-from jaxrl_lm.sharding import Plan, make_mesh
+from jaxrl_lm.sharding import Plan, make_mesh, move
 
 
 class RowError(ValueError):
@@ -49,6 +52,34 @@ def check_arrays(me):
     np.testing.assert_array_equal(
         distributed.gather(jax.random.key_data(keys)), jax.random.key_data(jax.random.split(jax.random.key(7), 4))
     )
+
+
+def check_arrays_apart(me):
+    """Arrays on devices of one process alone: what is not there is known all the same, to the last bit."""
+    first, second = jax.devices()[:2], jax.devices()[2:]
+    one, other = Plan(make_mesh({"fsdp": 2}, devices=first)), Plan(make_mesh({"tensor": 2}, devices=second))
+    bits = np.arange(24, dtype=np.uint32).reshape(8, 3) * 0x9E3779B1
+    bits[0] = 0x7FC12345, 0x80000000, 0xFF800000  # a NaN with a message, minus zero, minus infinity
+    values = [bits.view(np.float32), bits, bits % 2 == 0, bits.view(jnp.bfloat16), bits.view(np.int8), np.float32(-0.0)]
+    rows = [x.reshape(8, -1) if np.ndim(x) else x for x in values]
+    placed = [distributed.place(x, one.rows if np.ndim(x) else one.replicated) for x in rows]
+    layouts = [other.sharding(("mlp", None), x.shape) if np.ndim(x) else other.replicated for x in rows]
+    moved = move(placed, layouts)
+    assert [len(x.addressable_shards) for x in placed] == [(2, 0)[me]] * len(rows)
+    assert [len(x.addressable_shards) for x in moved] == [(0, 2)[me]] * len(rows)
+    for x, near, far, layout in zip(rows, placed, moved, layouts, strict=True):
+        assert far.sharding == layout
+        assert far.dtype == x.dtype
+        for shard in far.addressable_shards:
+            assert np.asarray(shard.data).tobytes() == x[shard.index].tobytes(), x.dtype
+        for found in distributed.gather({"one": near, "other": [far]}), {"one": x, "other": [distributed.gather(far)]}:
+            assert found["one"].dtype == found["other"][0].dtype == x.dtype
+            assert found["one"].shape == found["other"][0].shape == x.shape
+            assert found["one"].tobytes() == found["other"][0].tobytes() == x.tobytes()
+    keys = jax.random.split(jax.random.key(7), 4)
+    there = move(move(distributed.place(keys, one.rows), other.rows), one.replicated)
+    assert there.sharding.is_equivalent_to(one.replicated, 1)
+    np.testing.assert_array_equal(distributed.gather(jax.random.key_data(there)), jax.random.key_data(keys))
 
 
 def check_words(me):
@@ -132,12 +163,30 @@ def check_errors(me):
     assert str(error).startswith("facts: processes 1 have b = 1, and process 0 has 0"), error
 
 
+def check_apart(files, output, kind, me):
+    """A run with generation on devices of its own: who has which parts of the state, and what it would go on from."""
+    config = distributed_runs.apart(files, output, kind)
+    state = train(config).state
+    parts = {len(leaf.addressable_shards) for leaf in jax.tree.leaves(state)}
+    assert parts == {{"whole": (2, 0), "divided": (2, 1)}[kind][me]}, parts
+    with Checkpoints(Path(config.output_dir) / "checkpoints") as checkpoints:
+        _, host, found, _, done, _ = _start(prepare(config), checkpoints)
+    assert (done, host.updates) == (1, 2)
+    for one, other in zip(jax.tree.leaves(found), jax.tree.leaves(state), strict=True):
+        assert one.sharding.is_equivalent_to(other.sharding, one.ndim)
+        one, other = (
+            jax.random.key_data(x) if jnp.issubdtype(x.dtype, jax.dtypes.prng_key) else x for x in (one, other)
+        )
+        np.testing.assert_array_equal(*distributed.gather((one, other)))
+
+
 def main(address, process, files, output_dir):
     jax.config.update("jax_num_cpu_devices", 2)
     me = int(process)
     launch.start(coordinator_address=address, num_processes=2, process_id=me, start_timeout=100, heartbeat_timeout=100)
     with launch.ending_together("checks"):
         check_arrays(me)
+        check_arrays_apart(me)
         check_words(me)
         check_errors(me)
         check_rounds(me)
@@ -148,6 +197,8 @@ def main(address, process, files, output_dir):
         assert "processes 1 have learning_rate = 0.5, and process 0 has 0.001" in str(error), error
         print("all checks passed", flush=True)
         distributed_runs.make(Path(files), Path(output_dir))
+        for kind in distributed_runs.APART:
+            check_apart(Path(files), Path(output_dir), kind, me)
         print("all runs ended", flush=True)
         if me == 1:
             raise ValueError("a row that only process 1 has")

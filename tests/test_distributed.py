@@ -12,6 +12,7 @@ import threading
 import time
 import tomllib
 from pathlib import Path
+from types import SimpleNamespace
 
 import distributed_rows
 import distributed_runs
@@ -22,7 +23,7 @@ import pytest
 import run_processes
 import tiny_run
 
-from jaxrl_lm import GRPOConfig, cli, distributed, launch, placement, prepare
+from jaxrl_lm import GRPOConfig, cli, distributed, launch, placement, prepare, train
 from jaxrl_lm.checkpoint import Checkpoints
 from jaxrl_lm.options import to_toml
 from jaxrl_lm.report import Reporter, load_metrics
@@ -248,6 +249,20 @@ def test_other_kinds_of_runs_log_the_metrics_of_one_process(checked, files, tmp_
         assert metrics(tmp_path / kind)[0]["steps/mean_count"] > 0
     found, expected = (json.loads((base / "eval" / "metrics.json").read_text()) for base in (checked[0], tmp_path))
     assert found == pytest.approx(expected, rel=1e-5, abs=CANCELLED)
+
+
+@pytest.mark.parametrize("kind", distributed_runs.APART)
+def test_generation_on_devices_of_its_own_is_the_run_of_one_process(checked, files, tmp_path, monkeypatch, kind):
+    """With the same meshes. What the two processes go on from is checked by them."""
+    monkeypatch.setattr(placement, "jax", SimpleNamespace(**vars(jax) | {"devices": lambda: jax.devices()[:4]}))
+    train(distributed_runs.apart(Path(files[0]).parent, tmp_path, kind))
+    found, expected = metrics(checked[0] / kind), metrics(tmp_path / kind)
+    assert [row["step"] for row in found] == ([0, 1] if kind == "whole" else [1])
+    assert expected[-1]["grad_norm"] > 0
+    assert expected[-1]["kl"] > 0
+    assert_close(found, expected)
+    rows, others = table(checked[0] / kind, 1), table(tmp_path / kind, 1)
+    assert [row["completion"] for row in rows] == [row["completion"] for row in others]
 
 
 # --- the start --------------------------------------------------------------------------------------------------------

@@ -449,12 +449,6 @@ def test_devices_that_do_not_add_up(changes, message):
         open_placement(options(**changes))
 
 
-def test_one_process_only(monkeypatch):
-    monkeypatch.setattr(placing, "several", lambda: True)
-    with pytest.raises(ValueError, match=r"rollout_mesh=.* is there for one process only yet"):
-        open_placement(options(**APART))
-
-
 @pytest.mark.parametrize("name", ["reference_placement", "reward_placement", "critic_placement", "optimizer_placement"])
 def test_devices_without_host_memory(monkeypatch, name):
     monkeypatch.setattr(placing, "has_host_memory", lambda device: False)
