@@ -1,4 +1,4 @@
-"""Plans of runs whose generation has devices of its own: what is held on which, the weights' way between, what is refused."""
+"""Plans of runs whose generation has devices of its own: what is held on which, the weights' way between, what is not."""
 
 import dataclasses
 import json
@@ -65,7 +65,7 @@ def size(trees):
 
 # --- memory, by hand --------------------------------------------------------------------------------------------------
 
-ROWS, COLUMNS, NEW = 8, 40, 24
+ROWS, COLUMNS = 8, 16 + 24
 
 
 def test_each_mesh_holds_what_runs_there_and_nothing_else(tiny):
@@ -81,7 +81,7 @@ def test_each_mesh_holds_what_runs_there_and_nothing_else(tiny):
     # Training: no weights of generation and no caches, but its state, and the completions once there are any.
     state = {"opt_state": 8 * TRAIN + 2 * 4, "extra": 4}
     rollout = size(steps["update"].beside)["rollout"]
-    assert rollout == device_bytes(steps["score"].beside["rollout"]) < ROWS / 2 * COLUMNS * 20
+    assert rollout == ROWS // 2 * (COLUMNS * (5 * 4 + 1) + 1)  # tokens and four like them, a mask, one flag a row
     assert size(steps["prepare_decode"].arguments) == {"params.policy": 4 * TRAIN}
     assert size(steps["prepare_decode"].beside) == state
     assert size(steps["score"].arguments) == {"params.policy": 4 * TRAIN}
@@ -108,7 +108,7 @@ def test_a_reference_on_the_rollout_mesh_is_no_more_on_the_other(tiny):
 
 
 def test_reward_models_are_where_their_option_says(tiny):
-    reward = "reward_model:smollm2-135m"
+    reward = "reward_model:qwen3-0.6b"
     own = {
         place: steps_of(tiny(reward=(reward,), reward_placement=place)) for place in ("mesh", "rollout_mesh", "host")
     }
@@ -274,7 +274,7 @@ def test_what_does_not_fit_on_each_mesh_comes_with_its_own_change():
 WRONG = {
     "sum": (
         {"rollout_mesh": {"data": 2}},
-        "gpu:H100x8: mesh=.* and rollout_mesh=.* they have 4 and 2 devices, and there are 8",
+        "gpu:H100x8: mesh=.* and rollout_mesh=.* they have 4 and 2 devices",
     ),
     "axis": ({"rollout_mesh": {"data": 2, "lines": 2}}, "gpu:H100x8: rollout_mesh=.*unknown axis 'lines'"),
     "free": ({"mesh": {"fsdp": -1}, "rollout_mesh": {"data": -1}}, "at most one of the two may have an axis of -1"),
@@ -300,7 +300,7 @@ def test_a_mistake_is_named(tiny, case):
 @needs_tpu_compiler
 def test_parts_that_are_no_boxes_are_refused_with_the_sizes_that_would_do(tiny):
     with pytest.raises(
-        ValueError, match="v5e:4x4: .* the first 4 devices .* no two boxes of the torus: give mesh 8 devices"
+        ValueError, match=r"v5e:4x4: .* the first 4 devices .* no two boxes of the torus: give mesh 8 devices"
     ):
         run_plan(tiny(topology="v5e:4x4", rollout_mesh={"data": -1}, prompts_per_step=12), say=lambda _: None)
     fits = tiny(topology="v5p:4x4x4", mesh={"fsdp": -1}, rollout_mesh={"data": 16})
