@@ -97,7 +97,8 @@ def compile_steps_for(
             return [found[name] for name in names]
         for mesh in refused:
             places[mesh] = stand_in(places[mesh])
-            say(f"{mesh}: {topology.name} has no programs for a part of it; compiling for {places[mesh].topology.name}")
+            other = places[mesh].topology.name
+            say(f"{mesh}: the compiler refuses programs for this part of {topology.name}; compiling for {other}")
 
 
 def _compile_all(
@@ -123,6 +124,7 @@ def _compile(
         compiled = lowered.compile()
     except jax.errors.JaxRuntimeError as error:
         if not place.whole and read_shortage(str(error)) is None:
+            say(f"{step.name}: {str(error).strip().splitlines()[0][:300]}")
             return None
         report = out_of_memory(step, str(error), topology, seconds=time.perf_counter() - start)
         say(f"{step.name}: {report.error} ({report.compile_seconds:.0f} s)")

@@ -116,9 +116,8 @@ def _changes(config: PlanConfig) -> list[tuple[str, dict[str, Any]]]:
     if config.critic != "none":
         on_mesh = {} if config.critic_placement == "mesh" else {"critic_placement": "mesh"}
         found.append(("no critic (an algorithm without values)", {"critic": "none"} | on_mesh))
-    on_mesh = (
-        {} if config.reference_placement == "mesh" else {"reference_placement": "mesh"}
-    )  # of none, and of a shared one
+    # A place of no reference, or of one that is shared, would be refused.
+    on_mesh = {} if config.reference_placement == "mesh" else {"reference_placement": "mesh"}
     if needs_reference(config) and config.lora_rank is None:
         words = f"the reference shared with the policy through LoRA (lora_rank {LORA_RANK})"
         found.append((words, {"lora_rank": LORA_RANK} | on_mesh))

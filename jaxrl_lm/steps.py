@@ -67,8 +67,10 @@ class Steps:
     row_keys: Callable[..., jax.Array]  # (key, purpose, step) -> [N]
     generate: Callable[..., Rollout]  # (decode params, requests, stops)
     score: Callable[..., Scores]  # (policy, base, tokens, segment_ids, temperature, start)
-    score_compared: Callable[..., Scores]  # what score_reference compiles; arguments on the devices of the reference
     score_reference: Callable[..., Scores]  # the same of a frozen reference, wherever it lies
+    score_compared: Callable[
+        ..., Scores
+    ]  # what score_reference compiles; its arguments lie on the devices of the reference
     values: Callable[..., jax.Array]  # (params by name, base, tokens, segment_ids, start)
     implicit: Callable[..., Any]  # (process reward model, its reference, rollout, start): rewards, ref log-probs
     credit: Callable[..., Credit]  # (returns, valid, rollout, current, ref, kl_coefficient, values, greedy_returns,

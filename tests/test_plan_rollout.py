@@ -13,7 +13,7 @@ from test_plan import OPTIONS, TINY, needs_tpu_compiler
 from jaxrl_lm.memory import device_bytes
 from jaxrl_lm.models import build
 from jaxrl_lm.placement import Placement, weights_moved
-from jaxrl_lm.plan import compile_steps_for, run_plan
+from jaxrl_lm.plan import compile_steps_for, run_plan, stand_in_notes
 from jaxrl_lm.plan_changes import changes
 from jaxrl_lm.plan_config import PlanConfig, open_model_config
 from jaxrl_lm.plan_estimate import choose_mesh, parameters, step_memory
@@ -353,4 +353,7 @@ def test_where_the_compiler_has_no_programs_for_a_part_another_slice_stands_in(t
         config, open_model_config(config.model), parse_topology("v5e:4x8"), say=said.append, only=("score",)
     )
     assert (score.mesh, score.compiled_for, score.fits) == ("mesh", "v5e:4x4", True)
-    assert "mesh: v5e:4x8 has no programs for a part of it; compiling for v5e:4x4" in said
+    assert "mesh: the compiler refuses programs for this part of v5e:4x8; compiling for v5e:4x4" in said
+    (note,) = stand_in_notes([score], parse_topology("v5e:4x8"))
+    assert note.startswith("mesh: the TPU compiler refuses programs for these devices of v5e:4x8; compiled for v5e:4x4")
+    assert stand_in_notes([score], parse_topology("v5e:4x4")) == []
