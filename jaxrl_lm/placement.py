@@ -65,10 +65,9 @@ class Placement:
 
 def open_placement(config: GRPOConfig) -> Placement:
     """The placement of a config. Raises ValueError, naming the options, for what there are no devices or memory for."""
+    check_places(config)
     where = {name: getattr(config, name) for name in OPTIONS}
     for name, place in where.items():
-        if place == "rollout_mesh" and not config.rollout_mesh:
-            raise ValueError(f"{name}='rollout_mesh': no rollout_mesh is given: give its axes, or use mesh or host")
         if place == "host" and not has_host_memory(jax.local_devices()[0]):
             kind = jax.local_devices()[0].device_kind
             raise ValueError(f"{name}='host': JAX reaches no pinned host memory of {kind} devices: use mesh")
@@ -85,6 +84,13 @@ def open_placement(config: GRPOConfig) -> Placement:
         return Placement(train, build_plan(config.rollout_mesh, **decode, devices=devices[count:]), **places)
     except ValueError as error:
         raise ValueError(f"rollout_mesh={config.rollout_mesh}: {error}") from error
+
+
+def check_places(config: PlacementOptions) -> None:
+    """Raises ValueError for a model that is to lie on a rollout mesh that is not given."""
+    for name in OPTIONS:
+        if getattr(config, name) == "rollout_mesh" and not config.rollout_mesh:
+            raise ValueError(f"{name}='rollout_mesh': no rollout_mesh is given: give its axes, or use mesh or host")
 
 
 def split_devices(config: PlacementOptions, count: int) -> int:

@@ -17,7 +17,8 @@ from jaxrl_lm.fit import fit
 from jaxrl_lm.lab.task import demonstration_rows, make_problems
 from jaxrl_lm.memory import GIB, OutOfMemory, explained, out_of_memory_message, read_shortage, remedies
 from jaxrl_lm.models import build
-from jaxrl_lm.plan import changes, run_plan
+from jaxrl_lm.plan import run_plan
+from jaxrl_lm.plan_changes import changes
 from jaxrl_lm.plan_config import PlanConfig, open_model_config
 from jaxrl_lm.plan_estimate import parameters
 from jaxrl_lm.plan_memory import model_memory, savings
@@ -277,7 +278,7 @@ def test_a_plan_prints_the_models_and_the_savings(tiny, capsys):
     assert "policy: weights 0.00, moments 0.00, gradients 0.00" in text
     assert "beta 0 (no reference) would save 0.00" in text
     written = json.loads(json.dumps(to_json(report)))
-    assert {"model": "policy", "part": "weights", "bytes": 4.0 * SPLIT} in written["memory"]
+    assert {"model": "policy", "part": "weights", "bytes": 4.0 * SPLIT, "place": "mesh"} in written["memory"]
     saved = {one["change"]: one for one in written["savings"]}
     assert saved["beta 0 (no reference)"]["options"]["beta"] == 0.0
     assert saved["beta 0 (no reference)"]["held"] == 4.0 * SPLIT
