@@ -6,10 +6,16 @@ read by `data.py`, which also pads what comes out of here. Next to read: `reward
 """
 
 import difflib
+import json
 from collections.abc import Mapping, Sequence
 from typing import Any, Literal, NamedTuple
 
+import numpy as np
+
 from jaxrl_lm.data import Row, validate
+from jaxrl_lm.distributed import join_lists, split_lists, spread_rows
+
+LongPrompts = Literal["drop", "keep_start", "keep_end", "error"]
 
 PROMPT_TEMPLATES = {
     "think": (
@@ -43,7 +49,7 @@ def encode_prompts(
     tokenizer: Any,  # a transformers PreTrainedTokenizerFast
     *,
     max_prompt_length: int,
-    long_prompts: Literal["drop", "keep_start", "keep_end", "error"] = "drop",
+    long_prompts: LongPrompts = "drop",
     prompt_template: str | None = None,
     system_prompt: str | None = None,
     name: str,
@@ -54,6 +60,8 @@ def encode_prompts(
     `system_prompt` for chat prompts that bring no system message. A prompt of more than `max_prompt_length` tokens is
     dropped, cut to its first or last tokens, or an error. `name` is what errors call the dataset.
 
+    All processes call it together, with the same rows: each encodes its share of them.
+
     Raises ValueError with the row for a missing, malformed or empty prompt, for a chat prompt without a chat template,
     for an option that does not fit the kind of prompt, and where no prompt is left.
     """
@@ -63,30 +71,29 @@ def encode_prompts(
         raise ValueError(f"long_prompts={long_prompts!r} is unknown: use drop, keep_start, keep_end or error")
     validate(rows, name=name)
     template = _template(prompt_template)
-    kept, ids_list, texts, dropped, cut = [], [], [], 0, 0
-    for index, row in enumerate(rows):
-        where = f"{name}: row {index}"
-        text, ids = _prompt_ids(row["prompt"], tokenizer, template, system_prompt, where)
-        if len(ids) > max_prompt_length:
-            if long_prompts == "error":
-                raise ValueError(
-                    f"{where}: the prompt has {len(ids)} tokens, more than max_prompt_length={max_prompt_length}; "
-                    "raise it, or set long_prompts to drop, keep_start or keep_end"
-                )
-            if long_prompts == "drop":
-                dropped += 1
-                continue
-            cut += 1
-            ids = ids[:max_prompt_length] if long_prompts == "keep_start" else ids[-max_prompt_length:]
-        kept.append(row)
-        ids_list.append(ids)
-        texts.append(text)
+
+    def read(own: range) -> list[_Prompt]:
+        found = []
+        for index in own:
+            where = f"{name}: row {index}"
+            text, ids = _prompt_ids(rows[index]["prompt"], tokenizer, template, system_prompt, where)
+            found.append(_within(text, ids, max_prompt_length, long_prompts, where))
+        return found
+
+    found = spread_rows(rows, read, to_arrays=_prompts_to_arrays, from_arrays=_prompts_from_arrays, name=name)
+    kept = [(row, prompt) for row, prompt in zip(rows, found, strict=True) if prompt.ids]
     if not kept:
         raise ValueError(
             f"{name}: no prompt is left: all {len(rows)} have more than max_prompt_length={max_prompt_length} tokens; "
             "raise it, or set long_prompts to keep_start or keep_end"
         )
-    return EncodedPrompts(kept, ids_list, texts, dropped, cut)
+    return EncodedPrompts(
+        [row for row, _ in kept],
+        [prompt.ids for _, prompt in kept],
+        [prompt.text for _, prompt in kept],
+        dropped=len(rows) - len(kept),
+        cut=sum(prompt.long for _, prompt in kept),
+    )
 
 
 def encode_completions(
@@ -105,22 +112,69 @@ def encode_completions(
     that sampling meets: the completion's tokens without special tokens of the tokenizer's rule, then one eos. A
     completion is a string or a list with one assistant message. Rows of more than `max_length` tokens are dropped.
 
+    All processes call it together, with the same rows: each encodes its share of them.
+
     Raises ValueError with the row as `encode_prompts` does, for a malformed completion, for an eos inside of one, and
     where no row is left.
     """
     validate(rows, ("prompt", "completion"), name=name)
     template = _template(prompt_template)
-    kept, pairs = [], []
-    for index, row in enumerate(rows):
-        where = f"{name}: row {index}"
-        _, prompt_ids = _prompt_ids(row["prompt"], tokenizer, template, system_prompt, where)
-        completion_ids = _completion_ids(row["completion"], tokenizer, eos_token_id, where)
-        if len(prompt_ids) + len(completion_ids) <= max_length:
-            kept.append(row)
-            pairs.append((prompt_ids, completion_ids))
+
+    def read(own: range) -> list[tuple[list[int], list[int]]]:
+        """Tokens of prompt and completion; none where the row is dropped."""
+        found = []
+        for index in own:
+            where = f"{name}: row {index}"
+            _, prompt_ids = _prompt_ids(rows[index]["prompt"], tokenizer, template, system_prompt, where)
+            completion_ids = _completion_ids(rows[index]["completion"], tokenizer, eos_token_id, where)
+            fits = len(prompt_ids) + len(completion_ids) <= max_length
+            found.append((prompt_ids, completion_ids) if fits else ([], []))
+        return found
+
+    found = spread_rows(rows, read, to_arrays=_pairs_to_arrays, from_arrays=_pairs_from_arrays, name=name)
+    kept = [index for index, (prompt_ids, _) in enumerate(found) if prompt_ids]
     if not kept:
         raise ValueError(f"{name}: no row is left: all {len(rows)} have more than max_length={max_length} tokens")
-    return EncodedPairs(kept, pairs, len(rows) - len(kept))
+    return EncodedPairs([rows[index] for index in kept], [found[index] for index in kept], len(rows) - len(kept))
+
+
+# --- what processes tell each other ---------------------------------------------------------------------------------
+
+
+class _Prompt(NamedTuple):
+    """A prompt under the rule for long ones."""
+
+    text: str
+    ids: list[int]  # none where it is dropped
+    long: bool
+
+
+def _prompts_to_arrays(prompts: list[_Prompt]) -> dict[str, np.ndarray]:
+    texts = json.dumps([prompt.text for prompt in prompts]).encode()
+    return {
+        "texts": np.frombuffer(texts, np.uint8),
+        "long": np.array([prompt.long for prompt in prompts], bool),
+        **join_lists("ids", [prompt.ids for prompt in prompts], np.int32),
+    }
+
+
+def _prompts_from_arrays(arrays: Mapping[str, np.ndarray]) -> list[_Prompt]:
+    texts = json.loads(arrays["texts"].tobytes())
+    return list(map(_Prompt, texts, split_lists("ids", arrays), arrays["long"].tolist()))
+
+
+def _pairs_to_arrays(pairs: list[tuple[list[int], list[int]]]) -> dict[str, np.ndarray]:
+    return {
+        **join_lists("prompts", [prompt for prompt, _ in pairs], np.int32),
+        **join_lists("completions", [completion for _, completion in pairs], np.int32),
+    }
+
+
+def _pairs_from_arrays(arrays: Mapping[str, np.ndarray]) -> list[tuple[list[int], list[int]]]:
+    return list(zip(*(split_lists(name, arrays) for name in ("prompts", "completions")), strict=True))
+
+
+# --- one row --------------------------------------------------------------------------------------------------------
 
 
 def _template(prompt_template: str | None) -> str | None:
@@ -136,6 +190,19 @@ def _template(prompt_template: str | None) -> str | None:
             f"or the name of a shipped template{hint}"
         )
     return template
+
+
+def _within(text: str, ids: list[int], most: int, long_prompts: LongPrompts, where: str) -> _Prompt:
+    if len(ids) <= most:
+        return _Prompt(text, ids, False)
+    if long_prompts == "error":
+        raise ValueError(
+            f"{where}: the prompt has {len(ids)} tokens, more than max_prompt_length={most}; raise it, or set long_prompts "
+            "to drop, keep_start or keep_end"
+        )
+    if long_prompts == "drop":
+        return _Prompt("", [], True)
+    return _Prompt(text, ids[:most] if long_prompts == "keep_start" else ids[-most:], True)
 
 
 def _prompt_ids(

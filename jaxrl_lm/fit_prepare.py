@@ -10,6 +10,7 @@ import optax
 
 from jaxrl_lm.assemble import load_model
 from jaxrl_lm.data import read_rows
+from jaxrl_lm.example import Examples
 from jaxrl_lm.fit_config import FitOptions
 from jaxrl_lm.given import Table, table_of
 from jaxrl_lm.models import Model, eos_token_ids
@@ -18,7 +19,6 @@ from jaxrl_lm.options import from_dict
 from jaxrl_lm.packing import pack, packing_share
 from jaxrl_lm.prepare import plan_of, vocabulary_notes
 from jaxrl_lm.runs import check_processes
-from jaxrl_lm.sequences import Examples
 from jaxrl_lm.sharding import Plan
 from jaxrl_lm.types import Params
 

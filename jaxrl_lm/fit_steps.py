@@ -1,4 +1,4 @@
-"""What is compiled for training on given rows: the second and last file that calls jax.jit, beside `steps.py`.
+"""What is compiled for training on given rows, as `steps.py` does for a policy-gradient run.
 
 `compile_fit` binds an objective, the function that makes its batch, and the scorer of the policy and its reference to a
 model and a mesh. Each compiles once a shape of rows.

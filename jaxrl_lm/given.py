@@ -16,8 +16,9 @@ from jaxtyping import Bool, Float32, Int32
 from jaxrl_lm import metrics as metric
 from jaxrl_lm.clock import Clock
 from jaxrl_lm.data import batch_indices
+from jaxrl_lm.example import Example, Examples
 from jaxrl_lm.fit_steps import FitSteps
-from jaxrl_lm.sequences import Example, Examples, align, layout
+from jaxrl_lm.sequences import align, layout
 from jaxrl_lm.types import Frozen, TrainState
 
 

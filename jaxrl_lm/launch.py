@@ -26,7 +26,8 @@ _FAILED = "jaxrl_lm/failed"
 _POLL = 0.5  # seconds between looks for a failure of another process
 _GRACE = 4.0  # seconds in which another's word is waited for, and in which the first process keeps its own readable
 _EXPECTED = (ValueError, OSError, ImportError, FloatingPointError, MemoryError)  # told in one line
-_MPI = (("PMI_SIZE", "PMI_RANK"), ("WORLD_SIZE", "RANK"))  # of MPICH, and of torchrun and Kubernetes operators
+# Of Open MPI, of MPICH, and of torchrun and Kubernetes operators.
+_MPI = (("OMPI_COMM_WORLD_SIZE", "OMPI_COMM_WORLD_RANK"), ("PMI_SIZE", "PMI_RANK"), ("WORLD_SIZE", "RANK"))
 
 
 class Cluster(NamedTuple):
@@ -48,19 +49,18 @@ def find_cluster(
     """The settings of a run of several processes; None where this is the only one.
 
     Options win; the rest comes from JAX's own search (TPU metadata, Slurm, Open MPI, Kubernetes), and beside an address
-    from the variables of MPICH or torchrun. `num_processes` 1 turns the search off. Raises ValueError, naming the
+    from the variables of Open MPI, MPICH or torchrun. `num_processes` 1 turns the search off. Raises ValueError, naming the
     option, for settings that are incomplete or contradict each other.
     """
     if num_processes == 1:
         return None
     address = coordinator_address or os.environ.get("JAX_COORDINATOR_ADDRESS")
-    local = None
+    local, failed = None, ""
     if None in (address, num_processes, process_id):
-        with warnings.catch_warnings():  # of a missing package; what it is needed for is said below
-            warnings.simplefilter("ignore")
-            address, num_processes, process_id, local = clusters.ClusterEnv.auto_detect_unset_distributed_params(
-                address, num_processes, process_id, None, None, start_timeout
-            )
+        try:
+            address, num_processes, process_id, local = _search(address, num_processes, process_id, start_timeout)
+        except RuntimeError as error:  # a cluster that JAX knows and cannot ask: Open MPI 5 without mpi4py
+            failed = f"; JAX says: {error}"
     if address is not None:
         for size, rank in _MPI:
             if num_processes is None and process_id is None and size in os.environ and rank in os.environ:
@@ -68,6 +68,12 @@ def find_cluster(
     given = {"coordinator_address": address, "num_processes": num_processes, "process_id": process_id}
     missing = [name for name, value in given.items() if value is None]
     if len(missing) == len(given):
+        # Open MPI 5 names no address: JAX 0.12 asks mpi4py for it, JAX 0.10 sees no cluster.
+        if failed or os.environ.get("OMPI_COMM_WORLD_SIZE", "1") != "1":
+            raise ValueError(
+                "this is one of the processes of a cluster, and the first of them was not found: give coordinator_address; "
+                f"num_processes=1 runs alone{failed}"
+            )
         if "JOB_COMPLETION_INDEX" in os.environ:
             raise ValueError(
                 "this is a pod of an indexed Kubernetes job, and JAX needs the package kubernetes to find the others: pip "
@@ -78,10 +84,20 @@ def find_cluster(
         raise ValueError(
             f"{', '.join(missing)}: not given, and not found in the environment, while "
             f"{', '.join(name for name in given if name not in missing)} is: give all three, or none to run in one process"
+            f"{failed}"
         )
     if num_processes == 1:
         return None
     return Cluster(address, num_processes, process_id, local)
+
+
+def _search(address: str | None, num_processes: int | None, process_id: int | None, timeout: int) -> tuple:
+    """What JAX finds: the three settings, and the numbers of this process's devices."""
+    with warnings.catch_warnings():  # of a missing package; what it is needed for is said by `find_cluster`
+        warnings.simplefilter("ignore")
+        return clusters.ClusterEnv.auto_detect_unset_distributed_params(
+            address, num_processes, process_id, None, None, timeout
+        )
 
 
 def check_cluster(cluster: Cluster) -> None:

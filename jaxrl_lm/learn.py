@@ -153,6 +153,7 @@ def _updates(
             drawn["learns"] = warm
             batch = MixedBatch(batch, setup.mix.batches(host.updates, state=state, frozen=frozen, **drawn))
         state, found = steps.update(state, frozen, batch)
+        found = jax.tree.map(jnp.asarray, gather(found))  # every process goes by them, with devices of training or not
         host.updates += 1
         done += 1
         if float(found["nonfinite"].value):

@@ -29,6 +29,7 @@ from jaxrl_lm.learn import learn
 from jaxrl_lm.memory import explained, run_arrays
 from jaxrl_lm.models import Model
 from jaxrl_lm.options import to_toml
+from jaxrl_lm.placement import as_saved, saved_shapes
 from jaxrl_lm.prepare import Setup, prepare
 from jaxrl_lm.report import Reporter
 from jaxrl_lm.rewards import RewardError
@@ -140,7 +141,7 @@ def run(setup: Setup) -> Run:
 
 def _save(setup: Setup, checkpoints: Checkpoints, step: int, state: TrainState, host: dict[str, Any], values) -> None:
     table = {"step": step, "host": host, "config": to_toml(setup.config), "data": setup.fingerprint}
-    checkpoints.save(step, state, table, metrics=values)
+    checkpoints.save(step, as_saved(state, setup.steps.placement), table, metrics=values)
 
 
 def _start(setup: Setup, checkpoints: Checkpoints) -> tuple[Setup, Host, TrainState, Frozen, int, list[str]]:
@@ -163,7 +164,9 @@ def _start(setup: Setup, checkpoints: Checkpoints) -> tuple[Setup, Host, TrainSt
         saved = checkpoints.restore_host(step=latest)
         check_command(setup.directory, None)
         notes += check_same_run(saved, config, directory=setup.directory, fingerprint=setup.fingerprint)
-        state, saved = checkpoints.restore(setup.steps.abstract_state, step=latest)
+        abstract = setup.steps.abstract_state
+        state, saved = checkpoints.restore(saved_shapes(abstract, setup.steps.placement), step=latest)
+        state = move(state, jax.tree.map(lambda x: x.sharding, abstract), delete=True)
         host.load(saved["host"], rows=setup.prompts.rows)
         done = saved["step"]
         notes.append(f"resumed from step {done}")
@@ -217,7 +220,7 @@ def _evaluate_sets(setup: Setup, state: TrainState, frozen: Frozen, step: int) -
             temperature=config.temperature,
             samples=config.eval_num_generations,
             limit=config.eval_limit,
-            policy_step=int(state.step),
+            policy_step=int(gather(state.step)),
             name=name,
             purpose=EVAL + number,
         )
@@ -240,7 +243,9 @@ def _sample_and_learn(setup: Setup, host: Host, state: TrainState, frozen: Froze
     config = setup.config
     with clock("weights"):  # the newest
         decode_params = jax.block_until_ready(setup.steps.prepare_decode(state.params["policy"], frozen.base))
-    collected = collect(setup, host, decode_params, state.key, step=step, policy_step=int(state.step), clock=clock)
+    collected = collect(
+        setup, host, decode_params, state.key, step=step, policy_step=int(gather(state.step)), clock=clock
+    )
     del decode_params
     learned = learn(setup, host, state, frozen, collected, step=step, clock=clock)
     state, found = learned.state, learned.metrics
@@ -252,7 +257,7 @@ def _sample_and_learn(setup: Setup, host: Host, state: TrainState, frozen: Froze
     )
     host.tokens += collected.generated + collected.prompt_tokens
     values = collected.metrics | found | clock.metrics() | {
-        "learning_rate": host.lr_scale * float(setup.schedule(max(int(state.step) - 1, 0))),
+        "learning_rate": host.lr_scale * float(setup.schedule(max(int(gather(state.step)) - 1, 0))),
         "tokens_per_second/generate": collected.generated / clock.seconds["generate"],
         "tokens_per_second/train": trained_tokens / clock.seconds["update"],
         "num_tokens": host.tokens,

@@ -33,9 +33,8 @@ class OutOfMemory(MemoryError):
 class Shortage(NamedTuple):
     """What a message says of memory that ran out, in bytes of one device."""
 
-    needed: float
+    needed: float  # arguments and results too, though the TPU compiler's message speaks of temporaries
     available: float | None
-    beside_arguments: bool  # `needed` is of temporaries alone
     temporaries: list[tuple[str, str, float]]  # (operation, shape, bytes) of the largest
 
 
@@ -52,7 +51,7 @@ def read_shortage(message: str) -> Shortage | None:
         (f"temporary of {origin(name)}", shape.split("{")[0], float(size) * _UNITS[unit])
         for size, unit, name, shape in re.findall(pattern, message)
     ]
-    return Shortage(sizes[0], sizes[1] if len(sizes) > 1 else None, "HLO temporaries" in message, rows)
+    return Shortage(sizes[0], sizes[1] if len(sizes) > 1 else None, rows)
 
 
 def origin(op_name: str) -> str:
@@ -109,8 +108,7 @@ def out_of_memory_message(doing: str, message: str, arrays: dict[str, Any], conf
     if short is None:
         said = message.strip().splitlines()[0][:300]
     else:
-        of = "for temporaries alone" if short.beside_arguments else "at once"
-        said = f"{gib(short.needed)} {of}" + (f", {gib(short.available)} available" if short.available else "")
+        said = f"{gib(short.needed)} at once" + (f", {gib(short.available)} available" if short.available else "")
     held = math.fsum(map(device_bytes, arrays.values()))
     largest = [*named_leaves(arrays)[:SHOWN], *(short.temporaries[:SHOWN] if short else ())]
     lines = [

@@ -15,6 +15,7 @@ import numpy as np
 from jaxrl_lm.config import GRPOConfig
 from jaxrl_lm.data import batch_indices, read_rows
 from jaxrl_lm.encode import EncodedPrompts
+from jaxrl_lm.example import Examples
 from jaxrl_lm.fit_objectives import PreferenceObjective
 from jaxrl_lm.fit_steps import StreamSteps
 from jaxrl_lm.given import HostRows, Table, fingerprint, table_of
@@ -22,7 +23,7 @@ from jaxrl_lm.metrics import Metric, Sum
 from jaxrl_lm.models import Model
 from jaxrl_lm.objectives import SFTObjective
 from jaxrl_lm.rollout import SolveRates
-from jaxrl_lm.sequences import Examples, encode_pairs, encode_sft
+from jaxrl_lm.sequences import encode_pairs, encode_sft
 from jaxrl_lm.types import Frozen, Params, TrainState
 from jaxrl_lm.update import Objective
 

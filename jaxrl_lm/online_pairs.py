@@ -23,6 +23,7 @@ from jaxrl_lm.data import batch_indices, choose_bucket, default_buckets, load_fu
 from jaxrl_lm.distributed import gather, spread
 from jaxrl_lm.encode import EncodedPrompts
 from jaxrl_lm.evaluate import evaluate, reward_table
+from jaxrl_lm.example import Example, Examples
 from jaxrl_lm.fit_config import DPOConfig
 from jaxrl_lm.fit_prepare import Basis, Timing
 from jaxrl_lm.given import Table, pad_sides
@@ -31,7 +32,6 @@ from jaxrl_lm.prepare import drop_notes, encode_with, fingerprint, make_sampler,
 from jaxrl_lm.reward_model import open_reward_models
 from jaxrl_lm.rewards import RewardError, RewardFunction, columns_of, combine, resolve_all
 from jaxrl_lm.rollout import EVAL, TRAIN, Sampled, Sampler
-from jaxrl_lm.sequences import Example, Examples
 from jaxrl_lm.steps import Steps, compile_steps
 from jaxrl_lm.types import Frozen, Params, TrainState
 

@@ -6,7 +6,7 @@ import heapq
 from bisect import bisect_left, insort
 from collections.abc import Sequence
 
-from jaxrl_lm.sequences import Example
+from jaxrl_lm.example import Example
 
 
 def pack(examples: Sequence[Example], *, max_length: int) -> list[Example]:

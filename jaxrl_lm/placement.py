@@ -13,9 +13,8 @@ import jax
 import jax.numpy as jnp
 
 from jaxrl_lm.config import GRPOConfig, PlacementOptions
-from jaxrl_lm.distributed import several
 from jaxrl_lm.models import Model, build, decode_specs
-from jaxrl_lm.sharding import HOST, Plan, build_plan, has_host_memory, moved_bytes, on_host
+from jaxrl_lm.sharding import HOST, Plan, build_plan, has_host_memory, move, moved_bytes, on_host, spread_layout
 from jaxrl_lm.types import TrainState
 
 OPTIONS = ("reference_placement", "reward_placement", "critic_placement", "optimizer_placement")
@@ -36,6 +35,11 @@ class Placement:
     def apart(self) -> bool:
         """Whether generation has devices of its own."""
         return self.rollout != self.train
+
+    @property
+    def trains_everywhere(self) -> bool:
+        """Whether every process has devices of training."""
+        return len({device.process_index for device in self.train.mesh.devices.flat}) == jax.process_count()
 
     @property
     def moves_state(self) -> bool:
@@ -61,10 +65,9 @@ class Placement:
 
 def open_placement(config: GRPOConfig) -> Placement:
     """The placement of a config. Raises ValueError, naming the options, for what there are no devices or memory for."""
+    check_places(config)
     where = {name: getattr(config, name) for name in OPTIONS}
     for name, place in where.items():
-        if place == "rollout_mesh" and not config.rollout_mesh:
-            raise ValueError(f"{name}='rollout_mesh': no rollout_mesh is given: give its axes, or use mesh or host")
         if place == "host" and not has_host_memory(jax.local_devices()[0]):
             kind = jax.local_devices()[0].device_kind
             raise ValueError(f"{name}='host': JAX reaches no pinned host memory of {kind} devices: use mesh")
@@ -74,11 +77,6 @@ def open_placement(config: GRPOConfig) -> Placement:
     if not config.rollout_mesh:
         plan = build_plan(config.mesh, **rules, **decode)
         return Placement(plan, plan, **places)
-    if several():
-        raise ValueError(
-            f"rollout_mesh={config.rollout_mesh}: generation on devices of its own is there for one process only yet; this "
-            f"run has {jax.process_count()}: leave it out"
-        )
     devices = jax.devices()
     count = split_devices(config, len(devices))
     train = build_plan(config.mesh, **rules, **decode, devices=devices[:count])
@@ -86,6 +84,13 @@ def open_placement(config: GRPOConfig) -> Placement:
         return Placement(train, build_plan(config.rollout_mesh, **decode, devices=devices[count:]), **places)
     except ValueError as error:
         raise ValueError(f"rollout_mesh={config.rollout_mesh}: {error}") from error
+
+
+def check_places(config: PlacementOptions) -> None:
+    """Raises ValueError for a model that is to lie on a rollout mesh that is not given."""
+    for name in OPTIONS:
+        if getattr(config, name) == "rollout_mesh" and not config.rollout_mesh:
+            raise ValueError(f"{name}='rollout_mesh': no rollout_mesh is given: give its axes, or use mesh or host")
 
 
 def split_devices(config: PlacementOptions, count: int) -> int:
@@ -150,6 +155,26 @@ def check_placement(config: GRPOConfig, placement: Placement, *, reference: bool
                 f"{name}={size} is not divisible by the {ways} devices of the data and fsdp axes of "
                 f"rollout_mesh={config.rollout_mesh}"
             )
+
+
+def saved_shapes(state: TrainState, placement: Placement) -> TrainState:
+    """Shapes of the state, of shapes or arrays, with the layouts in which a checkpoint takes and gives it: as it lies.
+
+    Where a process has no device of training, over the devices of all, in their hosts' memory where they have any: Orbax
+    takes only arrays of which every process has a part, and the devices' memory may be needed.
+    """
+    layouts = jax.tree.map(lambda x: x.sharding, state)
+    if not placement.trains_everywhere:
+        devices = jax.devices()
+        layouts = jax.tree.map(lambda x: spread_layout(x.shape, devices), state)
+        layouts = on_host(layouts) if has_host_memory(jax.local_devices()[0]) else layouts
+    with_layout = lambda x, layout: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=layout)
+    return jax.tree.map(with_layout, state, layouts)
+
+
+def as_saved(state: TrainState, placement: Placement) -> TrainState:
+    """The state as a checkpoint takes it."""
+    return move(state, jax.tree.map(lambda x: x.sharding, saved_shapes(state, placement)))
 
 
 # --- what a run says of it --------------------------------------------------------------------------------------------

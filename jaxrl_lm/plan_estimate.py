@@ -15,8 +15,10 @@ from jaxrl_lm.models import ModelConfig, decoder_specs
 from jaxrl_lm.models.layers import PAIRS
 from jaxrl_lm.moments import moment_bytes
 from jaxrl_lm.plan_config import PlanConfig
+from jaxrl_lm.plan_places import mesh_sizes
 from jaxrl_lm.plan_report import StepReport, network_seconds, summed
-from jaxrl_lm.topologies import Topology
+from jaxrl_lm.plan_steps import ROLLOUT_STEPS
+from jaxrl_lm.topologies import Chip, Topology
 
 _ITEM = {"float32": 4, "bfloat16": 2, "float16": 2}
 
@@ -91,8 +93,29 @@ def step_flops(config: PlanConfig, model: ModelConfig) -> dict[str, float]:
     }
 
 
-def step_memory(config: PlanConfig, model: ModelConfig, mesh: dict[str, int]) -> dict[str, tuple[float, float, float]]:
-    """(arguments, temporaries, held beside) in bytes of one device, by step."""
+def step_memory(
+    config: PlanConfig, model: ModelConfig, mesh: dict[str, int], rollout_mesh: dict[str, int] | None = None
+) -> dict[str, tuple[float, float, float]]:
+    """(arguments, temporaries, held beside) in bytes of one device of the mesh that runs the step, by step."""
+    found = _memory_on(config, model, mesh)
+    if not rollout_mesh:
+        return found
+    there, apart = _memory_on(config, model, rollout_mesh), config.reference_placement == "rollout_mesh"
+    ways = math.prod(mesh.get(name, 1) for name in ("fsdp", "sequence", "tensor"))
+    decode = parameters(model) * _ITEM[config.dtype or "bfloat16"] / ways  # cast as the weights lie in training
+    held, forward, _ = there["score"]
+    weights, _, rest = found["prepare_decode"]
+    return {
+        "prepare_decode": (weights, 2.0 * decode, rest),
+        "generate": (*there["generate"][:2], held if apart else 0.0),
+        "score": found["score"],
+        **({"score_reference": (held, forward, 0.0)} if apart else {}),
+        "update": found["update"],
+    }
+
+
+def _memory_on(config: PlanConfig, model: ModelConfig, mesh: dict[str, int]) -> dict[str, tuple[float, float, float]]:
+    """The same where one mesh runs every step. A reference on another mesh is not counted."""
     work, weights = work_of(config, model), parameters(model)
     tensor, batch = mesh.get("tensor", 1), mesh.get("data", 1) * mesh.get("fsdp", 1)
     sequence = mesh.get("sequence", 1)
@@ -101,7 +124,7 @@ def step_memory(config: PlanConfig, model: ModelConfig, mesh: dict[str, int]) ->
         weights * size / model_ways for size in (_ITEM[config.param_dtype], moment_bytes(config.moments_dtype))
     )
     state = (held + moments) * (2 if config.critic == "separate" else 1)
-    reference = held if needs_reference(config) else 0.0
+    reference = held if needs_reference(config) and config.reference_placement != "rollout_mesh" else 0.0
     # Between the steps that read them: what is in host memory is not there.
     critic = config.critic == "separate" and config.critic_placement == "mesh"
     rest = (held + (0 if config.optimizer_placement == "host" else moments)) * (2 if critic else 1)
@@ -133,43 +156,64 @@ def step_memory(config: PlanConfig, model: ModelConfig, mesh: dict[str, int]) ->
     }
 
 
-def estimate(config: PlanConfig, model: ModelConfig, mesh: dict[str, int], topology: Topology) -> list[StepReport]:
+def estimate(config: PlanConfig, model: ModelConfig, topology: Topology) -> list[StepReport]:
     """Every step's numbers without a compiler, marked so by `error`-free reports that have no compile time.
 
-    Raises ValueError for rules of a run's own, which the formulas do not know.
+    Raises ValueError for rules of a run's own, which the formulas do not know, and as `mesh_sizes`.
     """
     for name in ("sharding_preset", "sharding_rules", "decode_sharding_rules"):
         if getattr(config, name):
             raise ValueError(f"plan: {name} is not known to an estimate for {topology.name}: leave it out")
-    chip, flops, memory = topology.chip, step_flops(config, model), step_memory(config, model, mesh)
-    traffic, wires = step_traffic(config, model, mesh), step_collectives(config, model, mesh)
-    scored = int(needs_reference(config)) + int(old_logprobs_of(config) == "recompute")
-    runs = {"prepare_decode": 1, "generate": 1, "score": scored, "update": updates_per_step(config)}
-    found = []
-    for name, (arguments, temporaries, beside) in memory.items():
-        used, own = arguments + temporaries + beside, flops.get(name, 0.0) / topology.count
-        seconds = {
-            "compute": own / chip.flops,
-            "HBM": traffic[name] / chip.hbm_bandwidth,
-            "network": network_seconds(wires[name], chip),
-        }
-        found.append(
-            StepReport(
-                name=name,
-                runs=runs[name],
-                fits=used <= chip.hbm,
-                used=used,
-                available=chip.hbm,
-                arguments=arguments,
-                temporaries=temporaries,
-                beside=beside,
-                collectives=summed(wires[name]),
-                flops=own,
-                traffic=traffic[name],
-                seconds=seconds,
-            )
-        )
+    sizes = mesh_sizes(config, topology)
+    apart = config.reference_placement == "rollout_mesh"
+    recomputes, compares = int(old_logprobs_of(config) == "recompute"), int(needs_reference(config))
+    runs = {"prepare_decode": 1, "generate": 1, "score": recomputes + (0 if apart else compares)}
+    runs |= {"score_reference": compares, "update": updates_per_step(config)}
+    flops, found = step_flops(config, model), []
+    for name, memory in step_memory(config, model, *sizes).items():
+        far, formula = bool(sizes.rollout_mesh) and name in ROLLOUT_STEPS, name.removesuffix("_reference")
+        mesh = sizes.rollout_mesh if far else sizes.mesh
+        traffic = step_traffic(config, model, mesh)[formula]
+        wires = step_collectives(config, model, mesh)[formula]
+        if name == "prepare_decode" and sizes.rollout_mesh:
+            traffic, wires = 2.0 * memory[0] + 0.5 * memory[1], []  # nothing is gathered: it is moved piece by piece
+        own = flops.get(formula, 0.0) / math.prod(mesh.values())
+        found.append(_estimated(name, runs[name], memory, own, traffic, wires, topology.chip, far=far))
     return found
+
+
+def _estimated(
+    name: str,
+    runs: int,
+    memory: tuple[float, float, float],
+    flops: float,
+    traffic: float,
+    wires: list[Collective],
+    chip: Chip,
+    *,
+    far: bool,
+) -> StepReport:
+    """The report of one step. `far`: it runs on the rollout mesh."""
+    arguments, temporaries, beside = memory
+    return StepReport(
+        name=name,
+        runs=runs,
+        fits=sum(memory) <= chip.hbm,
+        used=sum(memory),
+        available=chip.hbm,
+        arguments=arguments,
+        temporaries=temporaries,
+        beside=beside,
+        collectives=summed(wires),
+        flops=flops,
+        traffic=traffic,
+        seconds={
+            "compute": flops / chip.flops,
+            "HBM": traffic / chip.hbm_bandwidth,
+            "network": network_seconds(wires, chip),
+        },
+        mesh="rollout_mesh" if far else "mesh",
+    )
 
 
 def step_traffic(config: PlanConfig, model: ModelConfig, mesh: dict[str, int]) -> dict[str, float]:
@@ -256,19 +300,22 @@ def candidate_meshes(config: PlanConfig, model: ModelConfig, devices: int) -> li
 
 
 def choose_mesh(config: PlanConfig, model: ModelConfig, topology: Topology) -> dict[str, int]:
-    """The candidate with the least tensor axis that fits by estimate, with a tenth to spare; else the last.
+    """The candidate with the least tensor axis on the devices of training that fits by estimate, with a tenth to spare;
+    else the last. Where generation has its own mesh, what runs there is not asked.
 
     Raises ValueError where there is no candidate.
     """
-    meshes, work = candidate_meshes(config, model, topology.count), work_of(config, model)
+    sizes = mesh_sizes(dataclasses.replace(config, mesh={"fsdp": -1}), topology)
+    meshes, work = candidate_meshes(config, model, sizes.training), work_of(config, model)
     if not meshes:
         raise ValueError(
-            f"no mesh of fsdp × tensor fits {topology.count} devices: prompts_per_step={work.prompts} and "
+            f"no mesh of fsdp × tensor fits {sizes.training} devices: prompts_per_step={work.prompts} and "
             f"microbatch_completions={work.micro} must be multiples of fsdp, num_kv_heads={model.num_kv_heads} of tensor; "
             "raise prompts_per_step, or give --mesh with a data axis"
         )
+    far = ROLLOUT_STEPS if sizes.rollout_mesh else ()
     for mesh in meshes:
-        memory = step_memory(config, model, mesh)
-        if all(sum(parts) <= 0.9 * topology.chip.hbm for parts in memory.values()):
+        memory = step_memory(config, model, mesh, sizes.rollout_mesh)
+        if all(sum(parts) <= 0.9 * topology.chip.hbm for name, parts in memory.items() if name not in far):
             return mesh
     return meshes[-1]

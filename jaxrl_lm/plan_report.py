@@ -41,6 +41,8 @@ class StepReport:
     compile_seconds: float = 0.0
     error: str | None = None
     uncounted_loops: tuple[str, ...] = ()
+    mesh: str = "mesh"  # whose devices run it: mesh or rollout_mesh
+    compiled_for: str = ""  # the slice that has these devices, or one that stands in for it; empty: estimated
 
     @property
     def roofline(self) -> float:
@@ -96,9 +98,16 @@ def traced_flops(traced: Any, config: PlanConfig, devices: int, *, once: bool = 
 
 
 def measure(
-    step: PlannedStep, traced: Any, compiled: Any, config: PlanConfig, topology: Topology, *, seconds: float
+    step: PlannedStep,
+    traced: Any,
+    compiled: Any,
+    config: PlanConfig,
+    topology: Topology,
+    *,
+    devices: int,
+    seconds: float,
 ) -> StepReport:
-    """The numbers of a compiled step."""
+    """The numbers of a step that is compiled for so many devices."""
     chip, memory = topology.chip, compiled.memory_analysis()
     module = hlo.parse(compiled.as_text())
     found, uncounted = hlo.collectives(module), hlo.runs(module)[1]
@@ -107,7 +116,7 @@ def measure(
     beside = math.fsum(map(device_bytes, step.beside.values()))
     code = float(memory.generated_code_size_in_bytes)
     used = arguments + temporaries + outputs + code + beside
-    flops, traffic = traced_flops(traced, config, topology.count), hlo.memory_traffic(module)
+    flops, traffic = traced_flops(traced, config, devices), hlo.memory_traffic(module)
     return StepReport(
         name=step.name,
         runs=step.runs,
@@ -130,6 +139,8 @@ def measure(
         },
         compile_seconds=seconds,
         uncounted_loops=tuple(uncounted),
+        mesh=step.mesh,
+        compiled_for=topology.name,
     )
 
 
@@ -140,31 +151,36 @@ def out_of_memory(step: PlannedStep, message: str, topology: Topology, *, second
         raise ValueError(f"{step.name} does not compile for {topology.name}: {message.strip().splitlines()[0][:400]}")
     arguments, beside = (math.fsum(map(device_bytes, trees.values())) for trees in (step.arguments, step.beside))
     rows = [*named_leaves(step.arguments | step.beside)[:SHOWN], *short.temporaries]
-    used = short.needed + (arguments if short.beside_arguments else 0.0)
     return StepReport(
         name=step.name,
         runs=step.runs,
         fits=False,
-        used=used + beside,
+        used=short.needed + beside,
         available=short.available,
         arguments=arguments,
-        temporaries=max(used - arguments, 0.0),
+        temporaries=max(short.needed - arguments, 0.0),
         beside=beside,
         largest=tuple(sorted(rows, key=lambda row: -row[2])[:SHOWN]),
         compile_seconds=seconds,
-        error=f"the compiler ran out of memory: {used / GIB:.1f} of {short.available / GIB:.1f} GiB",
+        mesh=step.mesh,
+        compiled_for=topology.name,
+        error=f"the compiler ran out of memory: {short.needed / GIB:.1f} of {short.available / GIB:.1f} GiB",
     )
 
 
-def run_numbers(steps: list[StepReport], config: PlanConfig, topology: Topology) -> dict[str, float]:
+def run_numbers(
+    steps: list[StepReport], config: PlanConfig, topology: Topology, *, moving: float = 0.0
+) -> dict[str, float]:
     """Step time, tokens a second and device-hours at the roofline: what the run cannot be faster than.
 
-    Every completion is counted at its full length. Rewards, data and checkpoints are not in it.
+    Steps come one after the other, on two meshes too, with `moving` seconds of weights from one to the other; all
+    devices are paid for all the time. Every completion is counted at its full length. Rewards, data and checkpoints are
+    not in it.
     """
     rows = config.prompts_per_step * config.num_generations
     tokens, steps_in_all = rows * config.max_completion_length, config.max_steps or 100
-    seconds = sum(step.runs * step.roofline for step in steps if step.runs)
-    generate = sum(step.roofline for step in steps if step.name in ("prepare_decode", "generate"))
+    seconds = moving + sum(step.runs * step.roofline for step in steps if step.runs)
+    generate = moving + sum(step.roofline for step in steps if step.name in ("prepare_decode", "generate"))
     learn = sum(step.runs * step.roofline for step in steps if step.name not in ("prepare_decode", "generate"))
     return {
         "step_seconds": seconds,

@@ -26,13 +26,15 @@ from jaxrl_lm.checks import (
 from jaxrl_lm.config import SamplingConfig
 from jaxrl_lm.models import Model, ModelConfig, build, critic_specs, decode_specs, stacked
 from jaxrl_lm.models.hf_config import config_from_hf, read_json
-from jaxrl_lm.placement import Placement, check_placement
+from jaxrl_lm.placement import Placement, check_placement, check_places
 from jaxrl_lm.plan_config import PlanConfig, open_model_config
 from jaxrl_lm.prepare import compile_run
 from jaxrl_lm.reward_model import PREFIX
 from jaxrl_lm.sharding import Plan
 from jaxrl_lm.steps import Steps, minibatch_rows
 from jaxrl_lm.types import Frozen, Requests, Scores
+
+ROLLOUT_STEPS = ("generate", "score_reference")  # that run on a rollout mesh, where there is one
 
 
 class PlannedStep(NamedTuple):
@@ -43,17 +45,19 @@ class PlannedStep(NamedTuple):
     arguments: dict[str, Any]  # shapes with layouts, by our names
     beside: dict[str, Any]  # what else is in the devices' memory meanwhile
     runs: int  # in one step of training
+    mesh: str = "mesh"  # whose devices run it: mesh or rollout_mesh
 
 
 class Shapes(NamedTuple):
     """The trees that a run holds, as shapes with layouts."""
 
+    placement: Placement
     state: Any
     frozen: Frozen
-    held: tuple[Any, Frozen]  # what of the two is on the devices between the steps that read it
+    held: tuple[Any, Frozen]  # what of the two is on the mesh's devices between the steps that read it
     decode: Any
     requests: Requests
-    rollout: Any
+    rollout: Any  # as it lies on the mesh
     rewards: dict[str, Any]  # reward models, by their options
 
 
@@ -67,25 +71,36 @@ def check_plannable(config: PlanConfig) -> None:
     for name in ("teacher", "mix", "step_reward", "true_reward"):
         if getattr(config, name):
             raise ValueError(f"plan: {name} is not planned yet; leave it out, and add its memory and time by hand")
-    if config.rollout_mesh:
+    check_places(config)
+    if config.reward_placement != "mesh" and not any(option.startswith(PREFIX) for option in config.reward):
         raise ValueError(
-            f"plan: rollout_mesh={config.rollout_mesh} is not planned yet: plan training on the devices of mesh and "
-            "generation on those of rollout_mesh, each with a topology of its own"
+            f"reward_placement={config.reward_placement!r} has no effect: no reward_model: is among the rewards; leave "
+            "it out"
         )
-    for name in ("reference_placement", "reward_placement"):
-        if getattr(config, name) == "rollout_mesh":
-            raise ValueError(f"plan: {name}='rollout_mesh' is not planned yet: use mesh or host")
 
 
-def trace_steps(config: PlanConfig, model_config: ModelConfig, plan: Plan) -> dict[str, PlannedStep]:
-    """Every compiled step of the run, by name: prepare_decode, generate, score, with a critic values, update.
+def planned_placement(config: PlanConfig, plan: Plan, rollout: Plan | None = None) -> Placement:
+    """The run's placement on the devices of training and, where it has a rollout mesh, those of generation.
+
+    Raises ValueError, as a run, for an option that has no effect and for sizes that do not divide.
+    """
+    where = {name: getattr(config, f"{name}_placement") for name in ("reference", "reward", "critic", "optimizer")}
+    placement = Placement(plan, rollout or plan, **where)
+    check_placement(config, placement, reference=needs_reference(config), moves=moves_reference(config))
+    return placement
+
+
+def trace_steps(
+    config: PlanConfig, model_config: ModelConfig, plan: Plan, rollout: Plan | None = None
+) -> dict[str, PlannedStep]:
+    """Every compiled step of the run, by name: prepare_decode, generate, score, with a critic values, update; with a
+    reference on the rollout mesh, whose plan is `rollout`, score_reference.
 
     Raises ValueError for options that contradict each other or the mesh, as a run would.
     """
     check_plannable(config)
     check(config, plan.batch_ways)
-    kept = {"reference": needs_reference(config), "moves": moves_reference(config)}
-    check_placement(config, Placement(plan, plan), **kept)
+    placement = planned_placement(config, plan, rollout)
     model = build(with_machine_defaults(config, model_config), plan=plan)
     algorithm = resolve_algorithm(config)
     sampling = SamplingConfig(
@@ -105,11 +120,18 @@ def trace_steps(config: PlanConfig, model_config: ModelConfig, plan: Plan) -> di
         total_updates=(config.max_steps or 100) * updates_per_step(config),
         advantages=None,
         objective=make_objective(config, algorithm),
+        placement=_where_computed(placement),
     )
-    shapes = _shapes(config, model, plan, steps)
-    planned = [_prepare_decode(shapes, steps), _generate(shapes, steps), *_scores(config, shapes, steps, plan)]
+    shapes = _shapes(config, model, placement, steps)
+    planned = [_prepare_decode(shapes, steps), _generate(shapes, steps), *_scores(config, shapes, steps)]
     planned.append(_update(config, algorithm, shapes, steps, plan))
     return {step.name: step for step in planned}
+
+
+def _where_computed(placement: Placement) -> Placement:
+    """The same without host memory: what lies there is on the mesh while a step reads it."""
+    on_mesh = {"critic": "mesh", "optimizer": "mesh"} | ({"reference": "mesh"} if placement.reference == "host" else {})
+    return dataclasses.replace(placement, **on_mesh)
 
 
 def _placed(tree: Any, layouts: Any) -> Any:
@@ -127,11 +149,28 @@ def weights_of(specs: Any, plan: Plan, dtype: str) -> Any:
     return _placed(shapes, plan.tree(specs))
 
 
-def _shapes(config: PlanConfig, model: Model, plan: Plan, steps: Steps) -> Shapes:
+def _shapes(config: PlanConfig, model: Model, placement: Placement, steps: Steps) -> Shapes:
+    plan, state = placement.train, steps.abstract_state
+    keeps = needs_reference(config) and not moves_reference(config)
+    frozen = Frozen(
+        reference=_placed(state.params["policy"], steps.reference) if keeps else None,
+        base=None if lora_of(config) is None else weights_of(model.specs, plan, config.param_dtype),
+        prm_reference=state.params.get("prm"),
+    )
+    decode = weights_of(decode_specs(model.config), placement.rollout.for_decode(), model.config.dtype)
+    requests = _requests(config, placement.rollout)
+    rollout = _placed(jax.eval_shape(steps.generate, decode, requests, None), plan.rows)
+    held = _at_rest(config, state, frozen)
+    hosted = config.reward_placement == "host"
+    rewards = {} if hosted else reward_models(config, model, placement.plan(config.reward_placement))
+    return Shapes(placement, state, frozen, held, decode, requests, rollout, rewards)
+
+
+def _requests(config: PlanConfig, plan: Plan) -> Requests:
     prompts, rows = config.prompts_per_step, config.prompts_per_step * config.num_generations
     array = lambda shape, dtype: jax.ShapeDtypeStruct(shape, dtype, sharding=plan.rows if shape else plan.replicated)
     keys = jax.eval_shape(lambda: jax.random.split(jax.random.key(0), rows))
-    requests = Requests(
+    return Requests(
         tokens=array((prompts, config.max_prompt_length), jnp.int32),
         segment_ids=array((prompts, config.max_prompt_length), jnp.int32),
         keys=_placed(keys, plan.rows),
@@ -139,26 +178,14 @@ def _shapes(config: PlanConfig, model: Model, plan: Plan, steps: Steps) -> Shape
         temperature=array((rows,), jnp.float32),
         policy_step=array((), jnp.int32),
     )
-    keeps = needs_reference(config) and not moves_reference(config)
-    trained = steps.abstract_state.params
-    frozen = Frozen(
-        reference=trained["policy"] if keeps else None,
-        base=None if lora_of(config) is None else weights_of(model.specs, plan, config.param_dtype),
-        prm_reference=trained.get("prm"),
-    )
-    decode = weights_of(decode_specs(model.config), plan.for_decode(), model.config.dtype)
-    rollout = _placed(jax.eval_shape(steps.generate, decode, requests, None), plan.rows)
-    held = _at_rest(config, steps.abstract_state, frozen)
-    rewards = {} if config.reward_placement == "host" else reward_models(config, model, plan)
-    return Shapes(steps.abstract_state, frozen, held, decode, requests, rollout, rewards)
 
 
 def _at_rest(config: PlanConfig, state: Any, frozen: Frozen) -> tuple[Any, Frozen]:
-    """State and frozen models without what lies in host memory."""
+    """State and frozen models without what lies in host memory or on the rollout mesh."""
     critic = lambda path: config.critic_placement == "host" and "critic" in [getattr(key, "key", None) for key in path]
     left = lambda tree: jax.tree.map_with_path(lambda path, leaf: None if critic(path) else leaf, tree)
     moments = None if config.optimizer_placement == "host" else left(state.opt_state)
-    reference = None if config.reference_placement == "host" else frozen.reference
+    reference = frozen.reference if config.reference_placement == "mesh" else None
     return state._replace(params=left(state.params), opt_state=moments), frozen._replace(reference=reference)
 
 
@@ -182,19 +209,30 @@ def reward_models(config: PlanConfig, policy: Model, plan: Plan) -> dict[str, An
 
 
 def _held(shapes: Shapes, *, policy: bool = True, base: bool = True, rollout: bool = True) -> dict[str, Any]:
-    """What a run holds on the devices besides a step's own arguments; leave out what is among these."""
+    """What a run holds on the mesh's devices besides a step's own arguments; leave out what is among these."""
     state, frozen = shapes.held
     params = {f"params.{name}": tree for name, tree in state.params.items() if policy or name != "policy"}
     held = params | {"opt_state": state.opt_state, "extra": state.extra}
     frozen = frozen if base else frozen._replace(base=None)
     held |= {f"frozen.{name}": tree for name, tree in frozen._asdict().items() if tree is not None}
-    held |= shapes.rewards
+    held |= _rewards_on(shapes, "mesh")
     return held | ({"rollout": shapes.rollout} if rollout else {})
+
+
+def _rewards_on(shapes: Shapes, mesh: str) -> dict[str, Any]:
+    """The reward models on the devices of a mesh: those in host memory come and go between the steps."""
+    return shapes.rewards if shapes.placement.reward == mesh else {}
+
+
+def _held_apart(shapes: Shapes) -> dict[str, Any]:
+    """What a run holds on the devices of a rollout mesh all the time."""
+    there = shapes.placement.reference == "rollout_mesh"
+    return ({"frozen.reference": shapes.frozen.reference} if there else {}) | _rewards_on(shapes, "rollout_mesh")
 
 
 def _prepare_decode(shapes: Shapes, steps: Steps) -> PlannedStep:
     policy, base = shapes.state.params["policy"], shapes.frozen.base
-    trace = lambda: steps.prepare_decode.trace(policy, base)
+    trace = lambda: steps.lay_out.trace(policy, base)
     beside = _held(shapes, policy=False, base=False, rollout=False)
     return PlannedStep("prepare_decode", trace, {"params.policy": policy, "frozen.base": base}, beside, 1)
 
@@ -202,19 +240,22 @@ def _prepare_decode(shapes: Shapes, steps: Steps) -> PlannedStep:
 def _generate(shapes: Shapes, steps: Steps) -> PlannedStep:
     trace = lambda: steps.generate.trace(shapes.decode, shapes.requests, None)
     arguments = {"decode": shapes.decode, "requests": shapes.requests}
+    if shapes.placement.apart:
+        return PlannedStep("generate", trace, arguments, _held_apart(shapes), 1, "rollout_mesh")
     return PlannedStep("generate", trace, arguments, _held(shapes, rollout=False), 1)
 
 
-def _scores(config: PlanConfig, shapes: Shapes, steps: Steps, plan: Plan) -> list[PlannedStep]:
-    """The scoring pass, and with a critic its values, with an implicit process reward model its scores."""
+def _scores(config: PlanConfig, shapes: Shapes, steps: Steps) -> list[PlannedStep]:
+    """The scoring pass, of a reference elsewhere its own, and with a critic its values, with an implicit process reward
+    model its scores."""
     rollout, base, params = shapes.rollout, shapes.frozen.base, shapes.state.params
     given = (rollout.tokens, rollout.segment_ids)
-    temperature, start = shapes.requests.temperature, config.max_prompt_length
+    temperature, start = _placed(shapes.requests.temperature, shapes.placement.train.rows), config.max_prompt_length
     rule, _ = make_batch_rules(config, resolve_algorithm(config), None)
-    compares = needs_reference(config)
+    compares, apart = needs_reference(config), shapes.placement.reference == "rollout_mesh"
     recomputes = old_logprobs_of(config) == "recompute" or rule.needs_old
     in_reward = compares and resolve_algorithm(config).kl_in == "reward"
-    reference = shapes.frozen.reference
+    reference = None if apart else shapes.frozen.reference
     found = [
         PlannedStep(
             "score",
@@ -222,9 +263,11 @@ def _scores(config: PlanConfig, shapes: Shapes, steps: Steps, plan: Plan) -> lis
             {"params.policy": params["policy"], "frozen.base": base},
             # The policy's scores, or the reference's with the policy beside them.
             _held(shapes, policy=False, base=False) | ({"frozen.reference": reference} if reference else {}),
-            int(recomputes or in_reward) + int(compares),
+            int(recomputes or in_reward) + int(compares and not apart),
         )
     ]
+    if apart:
+        found.append(_score_reference(shapes, steps, start))
     if config.critic != "none":
         trace = lambda: steps.values.trace(params, base, *given, start)
         arguments = {"params.critic": params["critic"]}
@@ -244,6 +287,21 @@ def _scores(config: PlanConfig, shapes: Shapes, steps: Steps, plan: Plan) -> lis
     return found
 
 
+def _score_reference(shapes: Shapes, steps: Steps, start: int) -> PlannedStep:
+    """The scores of a reference on the rollout mesh, whose weights of generation are gone by then."""
+    reference, rows = shapes.frozen.reference, shapes.placement.rollout.rows
+    given = _placed((shapes.rollout.tokens, shapes.rollout.segment_ids, shapes.requests.temperature), rows)
+    trace = lambda: steps.score_compared.trace(reference, None, *given, start)
+    return PlannedStep(
+        "score_reference",
+        trace,
+        {"frozen.reference": reference},
+        _rewards_on(shapes, "rollout_mesh"),
+        1,
+        "rollout_mesh",
+    )
+
+
 def _update(config: PlanConfig, algorithm: Any, shapes: Shapes, steps: Steps, plan: Plan) -> PlannedStep:
     batch = _placed(_batch(config, algorithm, shapes, steps), plan.rows)
     state, (_, frozen) = shapes.state, shapes.held
@@ -252,9 +310,8 @@ def _update(config: PlanConfig, algorithm: Any, shapes: Shapes, steps: Steps, pl
     trace = lambda: steps.update.trace(state, frozen, batch)
     # The batch has the references' log-probs: what the program does not read is no argument of it.
     unread = {f"frozen.{name}": getattr(frozen, name) for name in ("reference", "prm_reference")}
-    beside = (
-        {"rollout": shapes.rollout} | {name: tree for name, tree in unread.items() if tree is not None} | shapes.rewards
-    )
+    beside = {"rollout": shapes.rollout} | {name: tree for name, tree in unread.items() if tree is not None}
+    beside |= _rewards_on(shapes, "mesh")
     return PlannedStep("update", trace, arguments, beside, updates_per_step(config))
 
 

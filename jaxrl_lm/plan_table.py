@@ -5,6 +5,7 @@ import math
 from typing import Any
 
 from jaxrl_lm.plan_memory import Part, Saving
+from jaxrl_lm.plan_places import Transfer
 from jaxrl_lm.plan_report import StepReport
 from jaxrl_lm.topologies import GIB
 
@@ -15,7 +16,7 @@ def to_json(report: dict[str, Any]) -> dict[str, Any]:
     def plain(value: Any) -> Any:
         if isinstance(value, StepReport):
             return plain(dataclasses.asdict(value) | {"roofline": value.roofline, "limit": value.limit})
-        if isinstance(value, Part | Saving):
+        if isinstance(value, Part | Saving | Transfer):
             return plain(value._asdict())
         if isinstance(value, dict):
             return {key: plain(one) for key, one in value.items()}
@@ -36,9 +37,9 @@ def _seconds(value: float) -> str:
 
 def step_lines(step: StepReport) -> list[str]:
     """What is said of one step."""
-    share = step.used / step.available
+    share, on = step.used / step.available, "" if step.mesh == "mesh" else f" on {step.mesh}"
     lines = [
-        f"{step.name}: {'fits' if step.fits else 'DOES NOT FIT'}, {gib(step.used)} of {gib(step.available)} GiB "
+        f"{step.name}{on}: {'fits' if step.fits else 'DOES NOT FIT'}, {gib(step.used)} of {gib(step.available)} GiB "
         f"({share:.0%}): arguments {gib(step.arguments)}, temporaries {gib(step.temporaries)}, "
         f"outputs {gib(step.outputs)}, code {gib(step.code)}, held beside it {gib(step.beside)}"
     ]
@@ -65,23 +66,40 @@ def step_lines(step: StepReport) -> list[str]:
 
 def memory_lines(parts: list[Part], savings: list[Saving]) -> list[str]:
     """The models' memory, one a line, and what changes would save of it."""
-    models = dict.fromkeys(part.model for part in parts)
-    own = {name: [f"{part.part} {gib(part.bytes)}" for part in parts if part.model == name] for name in models}
     lines = ["models, GiB of one device (gradients while an update runs; decode, a copy, while it generates):"]
+    where = {"mesh": "", "rollout_mesh": " on rollout_mesh", "host": " in host memory"}
+    own: dict[str, list[str]] = {}
+    for part in parts:
+        own.setdefault(part.model, []).append(f"{part.part} {gib(part.bytes)}{where[part.place]}")
     lines += [f"  {name}: {', '.join(of)}" for name, of in own.items()]
     for one in savings:
         more = f", and {gib(one.gradients)} while an update runs" if one.gradients else ""
-        lines.append(f"  {one.change} would save {gib(one.held)}{more}")
+        there = f" on mesh and {gib(one.rollout_held)} on rollout_mesh" if one.rollout_held else ""
+        lines.append(f"  {one.change} would save {gib(one.held)}{there}{more}")
     return lines
+
+
+def transfer_lines(transfer: Transfer | None) -> list[str]:
+    """What is said of the weights' way between two meshes."""
+    if transfer is None:
+        return []
+    return [
+        "",
+        f"weights of generation from mesh to rollout_mesh: {gib(transfer.weights)} GiB, {gib(transfer.received)} GiB "
+        f"received by its devices together; ESTIMATE: {_seconds(transfer.seconds)} s at least",
+    ]
 
 
 def to_text(report: dict[str, Any]) -> str:
     """The report for the terminal."""
     lines = [f"{report['model']} ({report['parameters'] / 1e9:.3g} B parameters) on {report['topology']}: "
              f"{report['devices']} × {report['chip']}, mesh {report['mesh']}"]  # fmt: skip
+    if report["rollout_mesh"]:
+        lines[0] += f", rollout_mesh {report['rollout_mesh']}"
     lines += [f"  {note}" for note in report["notes"]]
     for step in report["steps"]:
         lines += ["", *step_lines(step)]
+    lines += transfer_lines(report["transfer"])
     lines += ["", *memory_lines(report["memory"], report["savings"])]
     numbers = report["run"]
     lines.append("")

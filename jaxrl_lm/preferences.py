@@ -11,9 +11,9 @@ import jax
 import numpy as np
 
 from jaxrl_lm.distributed import gather
+from jaxrl_lm.example import Example
 from jaxrl_lm.fit_steps import FitSteps
 from jaxrl_lm.given import HostRows, Stateless, Table, pad_sides
-from jaxrl_lm.sequences import Example
 from jaxrl_lm.types import Frozen, PreferenceBatch, TrainState, UnpairedBatch
 
 SHIFT_DECAY = 0.9  # of BCO's moving mean of rewards

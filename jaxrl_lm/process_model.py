@@ -14,7 +14,7 @@ import numpy as np
 
 from jaxrl_lm.data import pad_rows
 from jaxrl_lm.distributed import gather, place
-from jaxrl_lm.encode import encode_prompts
+from jaxrl_lm.encode import _prompt_ids
 from jaxrl_lm.models import classifier_settings, load_process_model
 from jaxrl_lm.placement import tree_bytes
 from jaxrl_lm.reward_model import (
@@ -96,12 +96,10 @@ class ProcessModel(Everywhere):
         and a score that is not finite.
         """
         texts = [self._text(completion) for completion in completions]
-        columns = [{"prompt": prompt} for prompt in prompts]
-        encoded = (
-            encode_prompts(columns, self._tokenizer, max_prompt_length=1 << 62, name=self.where) if columns else None
-        )
+        where = lambda index: f"{self.where}: row {index}"
+        ids = [_prompt_ids(one, self._tokenizer, None, None, where(index))[1] for index, one in enumerate(prompts)]
         steps = [split_steps(text, self.separator) for text in texts]
-        whole = [self.encode(*row) for row in zip(encoded.ids if encoded else (), steps, strict=True)]
+        whole = [self.encode(*row) for row in zip(ids, steps, strict=True)]
         rows = [self._cut_end(*row) for row in whole]
         kept, count = sum(len(ends) for _, ends in rows), sum(map(len, steps))
         self._count(count - kept, count)

@@ -17,12 +17,13 @@ from typing import Any, TypeVar, get_args
 from urllib.parse import parse_qsl
 
 import jax
+import jax.numpy as jnp
 import numpy as np
 
 from jaxrl_lm import algos
 from jaxrl_lm.algos.reward_losses import Ensemble
 from jaxrl_lm.data import pad_rows
-from jaxrl_lm.distributed import place
+from jaxrl_lm.distributed import gather, place
 from jaxrl_lm.models import classifier_settings, load_reward_models
 from jaxrl_lm.placement import tree_bytes
 from jaxrl_lm.reward_sequences import reward_ids
@@ -132,10 +133,9 @@ class RewardModel(Everywhere):
         """
         filled = [*rows, *[()] * (self.rows - len(rows))]
         tokens, segment_ids, _ = pad_rows([((), ids) for ids in filled], 0, padded, 0)
-        scores = self._scores(weights, place(tokens, self.plan.rows), place(segment_ids, self.plan.rows))
-        combined = self._combine(jax.nn.sigmoid(scores) if self.sigmoid else scores)
-        finite = np.isfinite(jax.device_get(scores)).all(0)
-        return np.where(finite, jax.device_get(combined), np.nan)[: len(rows)].tolist()
+        scores = gather(self._scores(weights, place(tokens, self.plan.rows), place(segment_ids, self.plan.rows)))
+        combined = self._combine(jax.nn.sigmoid(scores) if self.sigmoid else jnp.asarray(scores))
+        return np.where(np.isfinite(scores).all(0), combined, np.nan)[: len(rows)].tolist()
 
 
 def rested(weights: Any, *, hosted: bool) -> tuple[Any, Any]:

@@ -1,7 +1,7 @@
 """Rows to token sequences for what reads text and scores it: comparisons, outcomes and steps, for reward models.
 
 A reward model reads prompt and completion as one text (`reward_ids`), a process reward model reads step by step. The mask
-marks the tokens where a score is read. The types, cuts and arrays are those of `sequences.py`.
+marks the tokens where a score is read. Types and cuts are those of `example.py`, arrays those of `sequences.py`.
 """
 
 import numbers
@@ -12,18 +12,8 @@ import numpy as np
 
 from jaxrl_lm.data import Row, validate
 from jaxrl_lm.encode import _messages, _prompt_ids
-from jaxrl_lm.sequences import (
-    SIDES,
-    Example,
-    Examples,
-    LongRows,
-    chat_text,
-    collect,
-    one_text,
-    pair_columns,
-    pair_of,
-    shared_length,
-)
+from jaxrl_lm.example import Example, Examples, LongRows, collect
+from jaxrl_lm.sequences import SIDES, chat_text, one_text, pair_columns, pair_of, shared_length
 
 # --- whole texts ----------------------------------------------------------------------------------------------------
 

@@ -1,42 +1,23 @@
 """Rows to token sequences with a mask: demonstrations and preferences. And examples to arrays.
 
-A row becomes a tuple of `Example`s, its sides: chosen and rejected of a pair, else one. What an example's mask marks is
-decided here, from the row, and never again from token values. How a prompt or completion becomes tokens is in
-`encode.py`; rows for reward and process models are in `reward_sequences.py`, several examples in one row in `packing.py`.
+A row becomes a tuple of `Example`s (`example.py`, which has the rule for long ones), its sides: chosen and rejected of a
+pair, else one. What an example's mask marks is decided here, from the row, and never again from token values. How a
+prompt or completion becomes tokens is in `encode.py`; rows for reward and process models are in `reward_sequences.py`,
+several examples in one row in `packing.py`. All processes of a run encode together, with the same rows.
 """
 
 from bisect import bisect_left, bisect_right
-from collections.abc import Callable, Sequence
-from typing import Any, Literal, NamedTuple
+from collections.abc import Sequence
+from typing import Any
 
 import numpy as np
 from jaxtyping import Bool, Float32, Int32
 
 from jaxrl_lm.data import Row, validate
 from jaxrl_lm.encode import _completion_ids, _encode_plain, _messages, _prompt_ids, _template
+from jaxrl_lm.example import Example, Examples, LongRows, collect
 
-LongRows = Literal["drop", "keep_start", "error"]
 SIDES = ("chosen", "rejected")
-
-
-class Example(NamedTuple):
-    """Tokens, and which of them the loss reads."""
-
-    ids: list[int]
-    mask: list[bool]
-    segments: list[int] | None = None  # 1, 2, … of packed examples; None: one
-    labels: list[float] | None = None  # read where the mask is; None: the loss has none
-
-
-class Examples(NamedTuple):
-    """The rows that were kept, in order. Rows that went in = kept + dropped + no_response."""
-
-    rows: list[Row]
-    sides: list[tuple[Example, ...]]
-    dropped: int  # longer than max_length, left out
-    cut: int  # longer than max_length, kept without their end
-    no_response: int = 0  # left out, since on some side the mask would have nothing within max_length
-    identical: int = 0  # kept, and both sides have the same tokens
 
 
 # --- demonstrations -------------------------------------------------------------------------------------------------
@@ -286,68 +267,6 @@ def one_text(response: Any, column: str, where: str) -> str:
             f"{roles}. (Whole conversations are rows without a 'prompt', whose sides differ in the last message.)"
         )
     return messages[0]["content"]
-
-
-# --- shared ---------------------------------------------------------------------------------------------------------
-
-
-def collect(
-    rows: Sequence[Row],
-    encode: Callable[[Row, str], tuple[Example, ...]],
-    *,
-    max_length: int,
-    long_rows: LongRows,
-    last_only: bool = False,
-    name: str,
-) -> Examples:
-    """The encoded rows under the rule for long ones. With `last_only` the mark of a response is that of its last token."""
-    if max_length < 1:
-        raise ValueError(f"max_length={max_length}: must be at least 1")
-    if long_rows not in ("drop", "keep_start", "error"):
-        raise ValueError(f"long_rows={long_rows!r} is unknown: use drop, keep_start or error")
-    kept, kept_sides, dropped, cut, no_response = [], [], 0, 0, 0
-    for index, row in enumerate(rows):
-        where = f"{name}: row {index}"
-        sides = encode(row, where)
-        longest = max(len(side.ids) for side in sides)
-        if longest > max_length and long_rows == "error":
-            raise ValueError(
-                f"{where} has {longest} tokens, more than max_length={max_length}; raise it, or set long_rows to drop "
-                "or keep_start"
-            )
-        if longest > max_length and long_rows == "drop":
-            dropped += 1
-            continue
-        sides = tuple(_cut(side, max_length) for side in sides)
-        if not all(any(side.mask) for side in sides):
-            no_response += 1
-            continue
-        cut += longest > max_length
-        kept.append(row)
-        kept_sides.append(tuple(_last_only(side) for side in sides) if last_only else sides)
-    if not kept:
-        raise ValueError(
-            f"{name}: no row is left of {len(rows)}: {dropped} have more than max_length={max_length} tokens, and "
-            f"{no_response} have no response within them; raise max_length"
-        )
-    identical = sum(len(sides) == 2 and sides[0].ids == sides[1].ids for sides in kept_sides)
-    if identical == len(kept):
-        raise ValueError(
-            f"{name}: chosen and rejected have the same tokens in all {identical} rows, so that there is nothing to "
-            f"learn; look at the columns, or raise max_length={max_length} if it cuts off what differs"
-        )
-    return Examples(kept, kept_sides, dropped, cut, no_response, identical)
-
-
-def _cut(example: Example, length: int) -> Example:
-    labels = None if example.labels is None else example.labels[:length]
-    return example._replace(ids=example.ids[:length], mask=example.mask[:length], labels=labels)
-
-
-def _last_only(example: Example) -> Example:
-    length, labels = len(example.ids), example.labels
-    mask = [index == length - 1 for index in range(length)]
-    return example._replace(mask=mask, labels=None if labels is None else [*[0.0] * (length - 1), labels[-1]])
 
 
 # --- arrays ---------------------------------------------------------------------------------------------------------

@@ -1,4 +1,5 @@
-"""Beside `fit_steps.py` the only file that calls jax.jit: what is compiled, with which layouts, and what is donated.
+"""What is compiled of a policy-gradient run, with which layouts, and what is donated. Only here, in `fit_steps.py` and, for
+moves between processes, in `sharding/across.py` stands jax.jit.
 
 `compile_steps` binds the pure functions of generate, score, credit, batch and update to a model, a mesh and the static
 options, and gives one record of compiled functions. Each compiles once a bucket of prompt lengths.
@@ -12,6 +13,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 import optax
+from jax.sharding import NamedSharding
 from jaxtyping import Array, Float, Int32
 
 from jaxrl_lm.batch import BatchRule, Coefficients, Rated
@@ -62,11 +64,15 @@ class Steps:
     rest: TrainState  # layouts of the state between a step's updates and those of the next
     reference: Any  # layouts of a frozen reference
     init: Callable[..., TrainState]  # (params by name, key); the params are donated
+    lay_out: Callable[..., Params]  # what prepare_decode compiles: all of it where generation has no devices of its own
     prepare_decode: Callable[..., Params]  # (policy, base)
     row_keys: Callable[..., jax.Array]  # (key, purpose, step) -> [N]
     generate: Callable[..., Rollout]  # (decode params, requests, stops)
     score: Callable[..., Scores]  # (policy, base, tokens, segment_ids, temperature, start)
     score_reference: Callable[..., Scores]  # the same of a frozen reference, wherever it lies
+    score_compared: Callable[
+        ..., Scores
+    ]  # what score_reference compiles; its arguments lie on the devices of the reference
     values: Callable[..., jax.Array]  # (params by name, base, tokens, segment_ids, start)
     implicit: Callable[..., Any]  # (process reward model, its reference, rollout, start): rewards, ref log-probs
     credit: Callable[..., Credit]  # (returns, valid, rollout, current, ref, kl_coefficient, values, greedy_returns,
@@ -86,8 +92,9 @@ class Steps:
     def _put(self, tree: Any, plan: Plan) -> Any:
         def one(x):
             layout = plan.rows if jnp.ndim(x) else plan.replicated
-            there = isinstance(x, jax.Array) and x.sharding.is_equivalent_to(layout, x.ndim)
-            return move(x, layout) if there or (self.placement.apart and isinstance(x, jax.Array)) else place(x, layout)
+            on_mesh = isinstance(x, jax.Array) and isinstance(x.sharding, NamedSharding)
+            there = on_mesh and (self.placement.apart or x.sharding.is_equivalent_to(layout, x.ndim))
+            return move(x, layout) if there else place(x, layout)
 
         return jax.tree.map(one, tree)
 
@@ -287,6 +294,7 @@ def _generation(
         out_shardings=placement.train.tree(specs) if placement.apart else read,
     )
     return {
+        "lay_out": laid,
         "prepare_decode": (lambda policy, base: move(laid(policy, base), read)) if placement.apart else laid,
         "row_keys": jax.jit(bind(row_keys, rows=rows), out_shardings=placement.train.rows),
         "generate": jax.jit(
@@ -297,20 +305,17 @@ def _generation(
     }
 
 
-def _score_reference(
-    near: Callable[..., Scores], placement: Placement, model: Model, policy: Any, compiled: Callable[..., Any]
-) -> Callable[..., Scores]:
-    """The policy's score, or what stands in for it where a frozen reference lies elsewhere."""
+def _score_reference(compared: Callable[..., Scores], placement: Placement, policy: Any) -> Callable[..., Scores]:
+    """The compiled scores of a reference, of arguments from where they lie to where the policy's scores are."""
     if placement.reference == "host":
-        return lambda reference, *rest: near(move(reference, policy), *rest)
+        return lambda reference, *rest: compared(move(reference, policy), *rest)
     if placement.reference == "mesh":
-        return near
+        return compared
     plan, back = placement.rollout, placement.train.rows
-    far = compiled(placement.on_rollout(model), plan, plan.tree(model.specs))
 
     def on_rollout(reference, base, tokens, segment_ids, temperature, start: int) -> Scores:
         there = [move(x, plan.rows) for x in (tokens, segment_ids, temperature)]
-        return Scores(*(move(x, back) for x in far(reference, base, *there, start)))
+        return Scores(*(move(x, back) for x in compared(reference, base, *there, start)))
 
     return on_rollout
 
@@ -344,10 +349,13 @@ def _scoring(
         in_shardings=(params, base, split, split),
         out_shardings=split,
     )
-    near = scores(model, plan, params["policy"])
+    near = compared = scores(model, plan, params["policy"])
+    if placement.reference == "rollout_mesh":
+        compared = scores(placement.on_rollout(model), placement.rollout, placement.rollout.tree(model.specs))
     return {
         "score": near,
-        "score_reference": _score_reference(near, placement, model, params["policy"], scores),
+        "score_compared": compared,
+        "score_reference": _score_reference(compared, placement, params["policy"]),
         "values": (lambda given, *rest: values(move(given, params), *rest)) if placement.critic == "host" else values,
         "implicit": jax.jit(
             bind(implicit_rows, model=model, beta=beta, chunk=chunk, size=size),

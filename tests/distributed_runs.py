@@ -19,6 +19,20 @@ from jaxrl_lm.sft import train_sft
 NAMES = ("sft", "dpo", "reward", "steps", "prm")
 MESH = {"fsdp": 2, "tensor": 2}
 
+# Generation on devices of its own, of four: of two processes one trains and one generates, or the second one does both.
+APART = {
+    "whole": {
+        "mesh": {"fsdp": 2}, "rollout_mesh": {"tensor": 2}, "reference_placement": "rollout_mesh",
+        "reward_placement": "rollout_mesh", "reward": ("judge", "tiny_run:digits"), "reward_weights": (1.0, 0.5),
+        "eval_steps": 1,
+    },
+    "divided": {
+        "mesh": {"data": 3}, "rollout_mesh": {"data": 1}, "reference_placement": "host", "optimizer_placement": "host",
+        "reward": ("tiny_run:digits",), "reward_weights": (), "prompts_per_step": 6, "minibatch_completions": 12,
+        "eval_steps": 0,
+    },
+}  # fmt: skip
+
 
 def signs(*, completions):
     """Every plus is a step; rows without one have none that could be judged."""
@@ -36,6 +50,7 @@ def sums(count, seed):
 def save(directory):
     """The model, another one, a reward model, a process reward model and data, in a directory."""
     name = tiny_run.save_model(directory / "tiny")
+    tiny_run.save_model(directory / "short", num_layers=1)
     tiny_run.save_model(directory / "other", seed=1)  # a pair's margin is not 0 from it, and so no rounding's sign
     for labels, bias, write, option in (
         (1, False, models.save_reward_model, {"append_eos": True}),
@@ -45,6 +60,17 @@ def save(directory):
         model, params, tokenizer, _ = models.load_classifier_start(name, labels=labels, bias=bias, key=key)
         write(directory / ("judge", "prm")[labels - 1], model, params, tokenizer, **option)
     return name, tiny_run.write_data(directory)
+
+
+def apart(files, output, kind):
+    """The options of a run of a kind in APART, of one step, in output/<kind>."""
+    names = {name: str(files / f"{name}.jsonl") for name in ("train", "test", "ood")}
+    changes = {
+        "eval_dataset": {"test": names["test"]}, "eval_limit": 3, "probe_prompts": 0, "prompt_buckets": (16,),
+        "num_iterations": 1, "max_steps": 1, "true_reward": None, "dtype": "float32",
+    } | APART[kind]  # fmt: skip
+    changes["reward"] = tuple(f"reward_model:{files / name}" if name == "judge" else name for name in changes["reward"])
+    return GRPOConfig(**tiny_run.options(str(files / "short"), names, output / kind, **changes))
 
 
 def make(files, output):

@@ -39,6 +39,7 @@ LAYERS = (
     ("data", "report", "checkpoint"),
     ("runs",),
     ("encode", "rewards", "process_checks"),
+    ("example",),
     ("sequences",),
     ("packing", "reward_sequences"),
     ("given", "rollout", "checks"),
@@ -49,8 +50,9 @@ LAYERS = (
     ("prepare", "step_rewards"),
     ("plan_config",),
     ("plan_steps",),
-    ("plan_memory", "plan_report"),
+    ("plan_memory", "plan_places", "plan_report"),
     ("plan_estimate", "plan_table"),
+    ("plan_changes",),
     ("plan",),
     ("fit_prepare",),
     ("collect",),
@@ -92,10 +94,12 @@ ONLY = {
     "data": set(),
     "report": set(),
     "rewards": {"rewards", "data"},
-    "encode": {"data"},
+    "encode": {"data", "distributed"},
     "checkpoint": {"distributed", "types"},
 }
 
+# Steps, and moves between processes: what several processes do together with their devices is a program.
+COMPILED = ("steps.py", "fit_steps.py", "sharding/across.py")
 COMPILING = ("jit", "pjit", "pmap", "filter_jit")  # jax.jit, nnx.jit, eqx.filter_jit, …
 
 
@@ -163,9 +167,9 @@ def upward_imports(file, source):
 
 
 def jits(file, source):
-    """Uses of a compiling transform outside steps.py and fit_steps.py, as a call, a decorator or under another name."""
+    """Uses of a compiling transform outside COMPILED, as a call, a decorator or under another name."""
     found = sorted(name for name in used(ast.parse(source)) if name.split(".")[-1] in COMPILING)
-    return [] if file in ("steps.py", "fit_steps.py") else [f"{file}: {name}" for name in found]
+    return [] if file in COMPILED else [f"{file}: {name}" for name in found]
 
 
 def flax_imports(file, source):
@@ -249,6 +253,7 @@ OFFENCES = [
     (jits, "models/layers.py", "import equinox as eqx\nf = eqx.filter_jit(g)", 1),
     (jits, "score.py", "import jax\nf = jax.lax.scan(jax.checkpoint(g))\n# jax.jit is not used", 0),
     (jits, "steps.py", "import jax\nf = jax.jit(g)", 0),
+    (jits, "sharding/moves.py", "import jax\nf = jax.jit(g)", 1),
     (flax_imports, "score.py", "from flax import nnx", 1),
     (flax_imports, "score.py", "def f():\n    import flax.nnx as n", 1),
     (flax_imports, "score.py", "from flax.nnx import Module", 1),

@@ -12,7 +12,9 @@ import threading
 import time
 import tomllib
 from pathlib import Path
+from types import SimpleNamespace
 
+import distributed_rows
 import distributed_runs
 import jax
 import numpy as np
@@ -21,7 +23,7 @@ import pytest
 import run_processes
 import tiny_run
 
-from jaxrl_lm import GRPOConfig, cli, distributed, launch, placement, prepare
+from jaxrl_lm import GRPOConfig, cli, distributed, launch, placement, prepare, train
 from jaxrl_lm.checkpoint import Checkpoints
 from jaxrl_lm.options import to_toml
 from jaxrl_lm.report import Reporter, load_metrics
@@ -213,6 +215,7 @@ def test_a_run_of_two_processes_goes_on_in_one_with_1_2_and_8_devices(killed, on
 def checked(files, cache, tmp_path_factory):
     """What two processes of distributed_checks.py wrote, and how they ended: process 1 fails while process 0 waits."""
     address, output = f"127.0.0.1:{run_processes.free_port()}", tmp_path_factory.mktemp("checked")
+    distributed_rows.save(output / "rows.json")
     commands = [[address, str(process), str(Path(files[0]).parent), str(output)] for process in (0, 1)]
     started = run_processes.start_script("distributed_checks.py", commands, cache=cache)
     return output, run_processes.finish(started, TIMEOUT)
@@ -246,6 +249,20 @@ def test_other_kinds_of_runs_log_the_metrics_of_one_process(checked, files, tmp_
         assert metrics(tmp_path / kind)[0]["steps/mean_count"] > 0
     found, expected = (json.loads((base / "eval" / "metrics.json").read_text()) for base in (checked[0], tmp_path))
     assert found == pytest.approx(expected, rel=1e-5, abs=CANCELLED)
+
+
+@pytest.mark.parametrize("kind", distributed_runs.APART)
+def test_generation_on_devices_of_its_own_is_the_run_of_one_process(checked, files, tmp_path, monkeypatch, kind):
+    """With the same meshes. What the two processes go on from is checked by them."""
+    monkeypatch.setattr(placement, "jax", SimpleNamespace(**vars(jax) | {"devices": lambda: jax.devices()[:4]}))
+    train(distributed_runs.apart(Path(files[0]).parent, tmp_path, kind))
+    found, expected = metrics(checked[0] / kind), metrics(tmp_path / kind)
+    assert [row["step"] for row in found] == ([0, 1] if kind == "whole" else [1])
+    assert expected[-1]["grad_norm"] > 0
+    assert expected[-1]["kl"] > 0
+    assert_close(found, expected)
+    rows, others = table(checked[0] / kind, 1), table(tmp_path / kind, 1)
+    assert [row["completion"] for row in rows] == [row["completion"] for row in others]
 
 
 # --- the start --------------------------------------------------------------------------------------------------------
@@ -330,6 +347,17 @@ def test_a_pod_of_an_indexed_job_does_not_run_alone_in_silence(alone):
     alone.setenv("JOB_COMPLETION_INDEX", "1")
     with pytest.raises(ValueError, match=r"package kubernetes.*num_processes=1 runs alone"):
         find(None, None, None)
+    assert find(None, 1, None) is None
+
+
+def test_processes_of_open_mpi_5_need_an_address_and_nothing_else(alone):
+    for name, value in {"SIZE": "4", "RANK": "3", "LOCAL_RANK": "1"}.items():
+        alone.setenv(f"OMPI_COMM_WORLD_{name}", value)
+    with pytest.raises(ValueError, match=r"give coordinator_address; num_processes=1 runs alone"):
+        find(None, None, None)
+    with pytest.raises(ValueError, match="coordinator_address: not given"):
+        find(None, 4, 3)
+    assert find("host:1", None, None) == launch.Cluster("host:1", 4, 3)
     assert find(None, 1, None) is None
 
 

@@ -129,3 +129,10 @@ def test_the_expert_axis_is_reserved():
     assert make_mesh({"fsdp": -1, "expert": 1}) == make_mesh({"fsdp": -1})
     with pytest.raises(ValueError, match="expert=-1"):
         make_mesh({"expert": -1})
+
+
+def test_a_part_of_a_slice_is_a_box_of_it():
+    chips = slices(1, (4, 4, 1))
+    assert arrange(mesh_shape({"fsdp": -1}, 12), chips[4:]).size == 12  # three rows
+    with pytest.raises(ValueError, match="mesh: these 6 devices are no box of the TPU's torus"):
+        arrange(mesh_shape({"fsdp": -1}, 6), chips[:6])

@@ -22,7 +22,7 @@ from jaxrl_lm.models.heads import critic
 from jaxrl_lm.placement import Placement, open_placement, size, split_devices, weights_moved
 from jaxrl_lm.plan_config import PlanConfig
 from jaxrl_lm.plan_estimate import step_memory
-from jaxrl_lm.plan_steps import check_plannable, trace_steps
+from jaxrl_lm.plan_steps import trace_steps
 from jaxrl_lm.prepare import prepare
 from jaxrl_lm.sharding import HOST, Plan, build_plan, keep, make_mesh, move, moved_bytes, on_host
 from jaxrl_lm.steps import compile_steps
@@ -449,12 +449,6 @@ def test_devices_that_do_not_add_up(changes, message):
         open_placement(options(**changes))
 
 
-def test_one_process_only(monkeypatch):
-    monkeypatch.setattr(placing, "several", lambda: True)
-    with pytest.raises(ValueError, match=r"rollout_mesh=.* is there for one process only yet"):
-        open_placement(options(**APART))
-
-
 @pytest.mark.parametrize("name", ["reference_placement", "reward_placement", "critic_placement", "optimizer_placement"])
 def test_devices_without_host_memory(monkeypatch, name):
     monkeypatch.setattr(placing, "has_host_memory", lambda device: False)
@@ -560,9 +554,3 @@ def test_an_estimate_counts_no_model_in_host_memory_between_its_uses():
         assert full["score"][2] - less["score"][2] == pytest.approx((saved if option != "reference" else 0) * held)
     both = estimates(critic_placement="host", optimizer_placement="host")
     assert full["generate"][2] - both["generate"][2] == pytest.approx(5 * held)
-
-
-@pytest.mark.parametrize("changes", [{"rollout_mesh": {"data": 2}}, {"reference_placement": "rollout_mesh"}])
-def test_a_plan_refuses_a_rollout_mesh(changes):
-    with pytest.raises(ValueError, match=f"plan: {next(iter(changes))}=.* is not planned yet"):
-        check_plannable(PlanConfig(**PLANNED | changes))

@@ -185,7 +185,7 @@ def _read_one(source: Source, path: str, spec: ParamSpec, sharding: jax.sharding
             out[row if stacked else ...] = values.T if transposed else values
         return out
 
-    return jax.make_array_from_callback(spec.shape, sharding, part)
+    return jax.make_array_from_callback(spec.shape, sharding, part, dtype=jax.numpy.dtype(dtype))
 
 
 def write_plan(params: Params, specs: dict[str, Any], dtype: str) -> Iterator[tuple[Tensor, Callable[[], np.ndarray]]]:

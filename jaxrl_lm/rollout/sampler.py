@@ -86,7 +86,7 @@ class Sampler:
         dataset_rows = [prompts.rows[i] for i in indices for _ in range(self.group_size)]
         return Sampled(
             rollout=self.steps.place(rollout),
-            temperature=self.steps.place(requests.temperature),
+            temperature=self.steps.place(temperature),
             count=count,
             rows=dataset_rows,
             prompts=[row["prompt"] for row in dataset_rows],

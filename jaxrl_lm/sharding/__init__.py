@@ -1,5 +1,6 @@
 """Sharding is said once: a mesh, one table of rules, a plan that applies it. See `rules.py`."""
 
+from jaxrl_lm.sharding.across import spread_layout
 from jaxrl_lm.sharding.mesh import AXES, make_mesh
 from jaxrl_lm.sharding.moves import HOST, has_host_memory, keep, move, moved_bytes, on_host
 from jaxrl_lm.sharding.presets import build_plan, ruled
@@ -21,4 +22,5 @@ __all__ = [
     "moved_bytes",
     "on_host",
     "ruled",
+    "spread_layout",
 ]

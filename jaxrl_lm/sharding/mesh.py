@@ -5,7 +5,7 @@ TPU slices the outer axes are split over the network between them (DCN), the res
 """
 
 import math
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from typing import Any
 
 import jax
@@ -22,7 +22,7 @@ def make_mesh(sizes: dict[str, int], *, devices: Sequence[Any] | None = None) ->
     """A mesh with the axes data, fsdp, sequence and tensor; absent ones have size 1, one may be -1 (what is left).
 
     Raises ValueError for an unknown axis, an axis expert above 1, sizes that do not multiply to the number of devices,
-    and slices that the outer axes do not divide over.
+    slices that the outer axes do not divide over, and a part of a TPU slice that is no box of it.
     """
     devices = jax.devices() if devices is None else list(devices)
     shape = mesh_shape(sizes, len(devices))
@@ -58,6 +58,11 @@ def arrange(shape: dict[str, int], devices: Sequence[Any]) -> np.ndarray:
     options = {"allow_split_physical_axes": True}  # an axis may be a part of one of the torus, where no other way fits
     slices = {getattr(device, "slice_index", 0) for device in devices}
     if len(slices) == 1:
+        if not is_box(devices):
+            raise ValueError(
+                f"mesh: these {len(devices)} devices are no box of the TPU's torus, and a mesh on one slice needs a box: "
+                "take other sizes, such as whole rows of the slice"
+            )
         return mesh_utils.create_device_mesh(tuple(shape.values()), devices, **options)
     sizes = [sum(getattr(device, "slice_index", 0) == one for device in devices) for one in slices]
     if len(set(sizes)) > 1:
@@ -65,6 +70,17 @@ def arrange(shape: dict[str, int], devices: Sequence[Any]) -> np.ndarray:
     outer = between_slices(shape, len(slices))
     inner = tuple(shape[axis] // outer[axis] for axis in shape)
     return mesh_utils.create_hybrid_device_mesh(inner, tuple(outer.values()), devices, **options)
+
+
+def is_box(devices: Sequence[Any]) -> bool:
+    """Whether TPUs of one slice fill a box of its torus, as JAX needs to lay a mesh on them; other devices lie on none."""
+    places = {tuple(device.coords) for device in devices if getattr(device, "platform", None) == "tpu"}
+    return not places or math.prod(extent(places)) == len(places)
+
+
+def extent(places: Collection[tuple[int, ...]]) -> tuple[int, ...]:
+    """The sizes of the least box that holds these coordinates."""
+    return tuple(max(axis) - min(axis) + 1 for axis in zip(*places, strict=True))
 
 
 def between_slices(shape: dict[str, int], slices: int) -> dict[str, int]:

@@ -1,6 +1,7 @@
 """Arrays from one place to another: between meshes of other devices, and between devices and their host's memory.
 
-A change of layout on the same devices is a compiled step instead (`steps.py`).
+A change of layout on the same devices is a compiled step instead (`steps.py`). How arrays go from process to process:
+`across.py`.
 """
 
 import collections
@@ -11,9 +12,10 @@ import jax
 import jax.numpy as jnp
 from jax.sharding import Sharding
 
-HOST = "pinned_host"  # the kind of memory that devices read and write without a copy of the host's own
+from jaxrl_lm.sharding.across import Box, across, box_of
 
-Box = tuple[tuple[int, int], ...]  # first and last index + 1 of each dimension
+HOST = "pinned_host"  # the kind of memory that devices read and write without a copy of the host's own
+DEVICE = "device"
 
 
 def has_host_memory(device: Any) -> bool:
@@ -60,8 +62,8 @@ def moved_bytes(tree: Any, source: Any, target: Any) -> int:
         shape, same_memory, count = x.shape, before.memory_kind == after.memory_kind, 0
         had = before.devices_indices_map(shape) if same_memory else {}
         for device, index in after.devices_indices_map(shape).items():
-            box = _box(index, shape)
-            shared = _overlap(box, _box(had[device], shape)) if device in had else None
+            box = box_of(index, shape)
+            shared = _overlap(box, box_of(had[device], shape)) if device in had else None
             count += _size(box) - (0 if shared is None else _size(shared))
         return count * jnp.dtype(x.dtype).itemsize
 
@@ -69,10 +71,17 @@ def moved_bytes(tree: Any, source: Any, target: Any) -> int:
 
 
 def _moved(x: jax.Array, layout: Sharding) -> jax.Array:
+    several, is_key = jax.process_count() > 1, jax.dtypes.issubdtype(x.dtype, jax.dtypes.prng_key)
     # Keys are few bytes, and JAX takes them apart itself.
-    if jax.dtypes.issubdtype(x.dtype, jax.dtypes.prng_key) or x.sharding.device_set == layout.device_set:
+    if x.sharding.device_set == layout.device_set or (is_key and not several):
         return jax.device_put(x, layout)
-    return _reassembled(x, layout)
+    if not several:
+        return _reassembled(x, layout)
+    if is_key:
+        return jax.random.wrap_key_data(_moved(jax.random.key_data(x), layout), impl=jax.random.key_impl(x))
+    # Only devices send and receive.
+    source, target = (one.with_memory_kind(DEVICE) for one in (x.sharding, layout))
+    return jax.device_put(across(jax.device_put(x, source), target), layout)
 
 
 def _reassembled(x: jax.Array, layout: Sharding) -> jax.Array:
@@ -81,11 +90,11 @@ def _reassembled(x: jax.Array, layout: Sharding) -> jax.Array:
     Each part is put together on the first device that needs it, from pieces that come straight from the devices that
     have them; other devices with the same part get a copy.
     """
-    source = {_box(shard.index, x.shape): shard.data for shard in x.addressable_shards}
+    source = {box_of(shard.index, x.shape): shard.data for shard in x.addressable_shards}
     made: dict[Box, jax.Array] = {}
     parts = []
     for device, index in layout.addressable_devices_indices_map(x.shape).items():
-        box = _box(index, x.shape)
+        box = box_of(index, x.shape)
         if box not in made:
             shared = {have: _overlap(box, have) for have in source}
             made[box] = _joined(
@@ -114,10 +123,6 @@ def _joined(pieces: dict[tuple[int, ...], jax.Array]) -> jax.Array:
             lines[start[:axis]].append(pieces[start])
         pieces = {head: jnp.concatenate(line, axis) if len(line) > 1 else line[0] for head, line in lines.items()}
     return pieces[()]
-
-
-def _box(index: tuple[slice, ...], shape: tuple[int, ...]) -> Box:
-    return tuple(one.indices(size)[:2] for one, size in zip(index, shape, strict=True))
 
 
 def _overlap(one: Box, other: Box) -> Box | None:
