@@ -28,8 +28,11 @@ class SamplingConfig:
     top_k: int | None = None
     top_p: float | None = None
     min_p: float | None = None
+    slots: int | None = None  # rows that are decoded at once, at most; None: all
 
     def __post_init__(self):
+        if self.slots is not None and self.slots < 1:
+            raise ValueError(f"decode_slots={self.slots}: must be at least 1 (leave it out to decode all rows at once)")
         if self.max_new_tokens < 1:
             raise ValueError(f"max_new_tokens={self.max_new_tokens}: at least one token must be asked for")
         if self.top_k is not None and self.top_k < 1:
@@ -116,6 +119,8 @@ class SamplingOptions:
     min_p: float | None = None
     stop: tuple[str, ...] = ()
     """Strings that end a completion; their tokens are the policy's own and are trained."""
+    decode_slots: int | None = None
+    """Rows that are decoded at once, over all devices; one that ends gives its slot to the next. None: all of a step."""
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)

@@ -10,17 +10,17 @@ from typing import Any
 from jax.extend.core import ClosedJaxpr, Jaxpr
 
 
-def count_flops(jaxpr: Jaxpr | ClosedJaxpr, *, while_trips: int | None = None) -> float:
+def count_flops(jaxpr: Jaxpr | ClosedJaxpr, *, while_trips: tuple[float, ...] = ()) -> float:
     """2 · batch · M · N · K of every matrix product, times its runs; of a `cond` the most expensive branch.
 
-    `while_trips` is how often a while loop runs, which its code does not say. Raises ValueError where one is met
-    without it.
+    `while_trips` is how often a while loop runs, and one inside of it, and so on, which the code does not say. Raises
+    ValueError where one is met without it.
     """
     jaxpr = jaxpr.jaxpr if isinstance(jaxpr, ClosedJaxpr) else jaxpr
     return math.fsum(_equation_flops(equation, while_trips) for equation in jaxpr.eqns)
 
 
-def _equation_flops(equation: Any, while_trips: int | None) -> float:
+def _equation_flops(equation: Any, while_trips: tuple[float, ...]) -> float:
     name, params = equation.primitive.name, equation.params
     if name == "dot_general":
         (contracted, _), _ = params["dimension_numbers"]
@@ -28,13 +28,14 @@ def _equation_flops(equation: Any, while_trips: int | None) -> float:
         return 2.0 * math.prod(out) * math.prod(left[axis] for axis in contracted)
     if name == "conv_general_dilated":
         raise ValueError("convolutions are not counted: this package has none")
-    inner = [count_flops(value, while_trips=while_trips) for value in _jaxprs(params)]
+    deeper = while_trips[1:] if name == "while" else while_trips
+    inner = [count_flops(value, while_trips=deeper) for value in _jaxprs(params)]
     if name == "scan":
         return params["length"] * math.fsum(inner)
     if name == "while":
-        if math.fsum(inner) and while_trips is None:
+        if math.fsum(inner) and not while_trips:
             raise ValueError("a while loop with matrix products: say how often it runs (while_trips)")
-        return (while_trips or 0) * math.fsum(inner)
+        return (while_trips or (0,))[0] * math.fsum(inner)
     return max(inner, default=0.0) if name == "cond" else math.fsum(inner)
 
 

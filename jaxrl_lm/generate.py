@@ -18,14 +18,14 @@ from jaxrl_lm.models import Cache, Model, extend, fuse_layers, next_logits, pref
 from jaxrl_lm.sampling import draw
 from jaxrl_lm.types import Params, Requests, Rollout
 
+EMPTY = -1  # in place of a slot's row
 
-class Queue(NamedTuple):
-    """What rows start from: P caches, each with the token that stands next. D = parts of the batch, each with its own."""
 
-    cache: Cache  # P rows
+class Prefixes(NamedTuple):
+    """What rows start from: P caches, and of each the token that stands next, which its rows read first."""
+
+    cache: Cache
     token: Int32[Array, "P"]
-    order: Int32[Array, "D n"]  # the rows that ask for tokens, first to last, then the others; numbered within a part
-    total: Int32[Array, "D"]  # how many ask
 
 
 class Results(NamedTuple):
@@ -44,13 +44,15 @@ class DecodeState(NamedTuple):
     step: Int32[Array, ""]  # forward passes so far
     busy: Int32[Array, ""]  # slots that they had a row in, summed
     next: Int32[Array, "D"]  # the first place of the queue that no slot has had
-    request: Int32[Array, "W"]  # the row of each slot; n: the slot is empty
+    request: Int32[Array, "W"]  # the row of each slot; -1: the slot is empty
     drawn: Int32[Array, "W"]  # new tokens of it so far
     token: Int32[Array, "W"]  # the one that the model reads next
     stop_state: Int32[Array, "W"]  # of the automaton that reads the stop strings
     cache: Cache  # of the slots
     results: Results
-    queue: Queue
+    prefixes: Prefixes
+    order: Int32[Array, "D n"]  # the rows that ask for tokens, first to last, then the others; D parts of n rows
+    total: Int32[Array, "D"]  # how many ask
 
 
 def prepare_decode(params: Params, *, model: Model) -> Params:
@@ -63,55 +65,70 @@ def _ahead(row: Shaped[Array, "T"], by: Int32[Array, ""]) -> Shaped[Array, "T"]:
     return jnp.roll(row, -by)
 
 
-def fill_queue(params: Params, requests: Requests, *, model: Model, parts: int) -> Queue:
-    """The prompts' caches: each prompt is computed once, however many rows it has."""
-    columns, rows = requests.tokens.shape[1], requests.keys.shape[0]
+def read_prompts(params: Params, requests: Requests, *, model: Model) -> Prefixes:
+    """The prompts' caches, each prompt computed once however many rows it has; params from `prepare_decode`."""
+    columns = requests.tokens.shape[1]
     lengths = (requests.segment_ids > 0).sum(1, dtype=jnp.int32)
     # Left-padded prompts come in; a cache's column is a position.
     tokens = jax.vmap(_ahead)(requests.tokens, columns - lengths)
     cache = prefill(params, tokens, lengths, model=model.for_prompts())
     last = jnp.take_along_axis(tokens, lengths[:, None] - 1, axis=1)[:, 0]
-    asks = (requests.max_new > 0).reshape(parts, rows // parts)
-    order = jnp.argsort(~asks, axis=1, stable=True).astype(jnp.int32)
-    # The last token is what a slot reads first.
-    return Queue(cache._replace(lengths=lengths - 1), last, order, asks.sum(1, dtype=jnp.int32))
+    return Prefixes(cache._replace(lengths=lengths - 1), last)
 
 
-def start(
-    params: Params, requests: Requests, *, model: Model, sampling: SamplingConfig, slots: int | None = None
-) -> DecodeState:
-    """The state before the first pass: prompts prefilled, the first rows in their slots; params from `prepare_decode`.
+def fork(state: DecodeState, rows: Int32[Array, "P"], counts: Int32[Array, "P"]) -> Prefixes:
+    """The prompts of these rows, live or ended, with their first `counts` new tokens, to sample from; nothing is computed.
 
-    `slots`: how many rows are decoded at once; None: all. On a mesh each part of the batch has its own slots and rows.
-    Raises ValueError if the rows are no multiple of the prompts, and for slots that do not fit rows or mesh.
+    For a state whose rows all have a slot of their own, whose cache holds what they have read. `counts` is at most what a
+    row has drawn. Raises ValueError for a state with fewer slots than rows.
     """
-    (rows,), (prompts, columns) = requests.keys.shape, requests.tokens.shape
-    slots, parts = slots or rows, 1 if model.plan is None else model.plan.batch_ways
+    count, slots = state.results.ended.shape[0], state.request.shape[0]
+    if slots < count:
+        raise ValueError(
+            f"fork: {count} rows went through {slots} slots, so that caches of ended rows are gone: sample with a slot a row"
+        )
+    prompt = rows // (count // state.prefixes.token.shape[0])
+    drawn = state.results.tokens[rows, jnp.maximum(counts - 1, 0)]
+    layers = jax.tree.map(lambda x: x[rows], state.cache.layers)
+    lengths = state.prefixes.cache.lengths[prompt] + counts
+    return Prefixes(Cache(layers, lengths), jnp.where(counts > 0, drawn, state.prefixes.token[prompt]))
+
+
+def start(prefixes: Prefixes, requests: Requests, *, model: Model, sampling: SamplingConfig) -> DecodeState:
+    """The state before the first pass, with the first rows in their slots. The prefixes are those of the requests' prompts.
+
+    On a mesh each part of the batch has its own slots and rows. Raises ValueError if the rows are no multiple of the
+    prefixes, and for slots or waiting prefixes that do not divide over the mesh.
+    """
+    (rows,), (prompts,), new = requests.keys.shape, prefixes.token.shape, sampling.max_new_tokens
+    slots, parts = min(sampling.slots or rows, rows), 1 if model.plan is None else model.plan.batch_ways
     _check(rows, prompts, slots, parts)
-    queue, new = fill_queue(params, requests, model=model, parts=parts), sampling.max_new_tokens
     own = rows // parts  # rows of a part
+    asks = (requests.max_new > 0).reshape(parts, own)
+    order, total = jnp.argsort(~asks, axis=1, stable=True).astype(jnp.int32), asks.sum(1, dtype=jnp.int32)
     if slots == rows:
         number = jnp.tile(jnp.arange(own, dtype=jnp.int32), parts)
-        request = jnp.where(requests.max_new > 0, number, own)
+        request = jnp.where(requests.max_new > 0, number, EMPTY)
         pick = lambda x: jnp.repeat(x, rows // prompts, axis=0)
     else:
-        first = jnp.arange(slots // parts, dtype=jnp.int32)[None] < queue.total[:, None]
-        request = jnp.where(first, queue.order[:, : slots // parts], own).reshape(slots)
-        prompt = jnp.minimum(request, own - 1) // (rows // prompts)
+        first = jnp.arange(slots // parts, dtype=jnp.int32)[None] < total[:, None]
+        request = jnp.where(first, order[:, : slots // parts], EMPTY).reshape(slots)
+        prompt = jnp.maximum(request, 0) // (rows // prompts)
         pick = lambda x: _pick(x, prompt, parts)
+    columns = prefixes.cache.layers[0][1].shape[2]
     more = (0, room_for(columns + new) - columns)
     wider = lambda x, axis: model.constrain_kv(jnp.pad(pick(x), [more if a == axis else (0, 0) for a in range(4)]))
-    layers = tuple((wider(k, 3), wider(v, 2)) for k, v in queue.cache.layers)
+    layers = tuple((wider(k, 3), wider(v, 2)) for k, v in prefixes.cache.layers)
     empty = jnp.zeros((rows, new), jnp.float32)
     return DecodeState(
         step=jnp.zeros((), jnp.int32),
         busy=jnp.zeros((), jnp.int32),
-        next=jnp.minimum(queue.total, slots // parts),
+        next=jnp.minimum(total, slots // parts),
         request=request,
         drawn=jnp.zeros((slots,), jnp.int32),
-        token=pick(queue.token),
+        token=pick(prefixes.token),
         stop_state=jnp.zeros((slots,), jnp.int32),
-        cache=Cache(layers, pick(queue.cache.lengths)),
+        cache=Cache(layers, pick(prefixes.cache.lengths)),
         results=Results(
             tokens=jnp.full((rows, new), sampling.pad_token_id, jnp.int32),
             action_mask=jnp.zeros((rows, new), bool),
@@ -119,7 +136,9 @@ def start(
             behaviour_logprobs=empty,
             ended=jnp.zeros((rows,), bool),
         ),
-        queue=queue,
+        prefixes=prefixes,
+        order=order,
+        total=total,
     )
 
 
@@ -128,13 +147,12 @@ def _check(rows: int, prompts: int, slots: int, parts: int) -> None:
         raise ValueError(f"{rows} rows are not a multiple of {prompts} prompts")
     if slots == rows:
         return
-    if not 0 < slots < rows or slots % parts:
-        raise ValueError(f"slots={slots}: give a multiple of the {parts} parts of the batch, up to its {rows} rows")
-    if prompts % parts:
-        raise ValueError(
-            f"slots={slots}: rows that wait for a slot stay in their part of the batch, and {prompts} prompts do not "
-            f"divide over its {parts} parts: leave slots out"
-        )
+    for name, count in (("", slots), (f": {prompts} prompts, whose rows wait for a slot,", prompts)):
+        if count % parts:
+            raise ValueError(
+                f"decode_slots={slots}{name} does not divide over the {parts} parts that the mesh splits rows into; give a "
+                "multiple of them, or leave it out"
+            )
 
 
 def _apart(x: Shaped[Array, "M ..."], parts: int) -> Shaped[Array, "D m ..."]:
@@ -160,13 +178,12 @@ def decode(
     """The state when every row has ended, or after pass number `until`; `stops` is the table of `stops.stop_table`."""
     parts, own = state.next.shape[0], state.results.ended.shape[0] // state.next.shape[0]
     eos = jnp.asarray(sampling.eos_token_ids, jnp.int32)
-    waits = state.request.shape[0] < state.results.ended.shape[0]
-    # What no row can exceed, so that the loop's length is known where rows do not wait.
-    most = None if waits else sampling.max_new_tokens
+    rows, slots = state.results.ended.shape[0], state.request.shape[0]
+    most = -(-rows // slots) * sampling.max_new_tokens  # which no queue exceeds: a bound for who reads the program
     limits = jnp.minimum(requests.max_new, sampling.max_new_tokens)
 
     def body(state: DecodeState) -> DecodeState:
-        active, request = state.request < own, jnp.minimum(state.request, own - 1)
+        active, request = state.request != EMPTY, jnp.maximum(state.request, 0)
         of = lambda x: _pick(x, request, parts)
         hidden, cache = extend(params, state.token[:, None], state.cache, model=model, count=active.astype(jnp.int32))
         keys = jax.vmap(jax.random.fold_in)(of(requests.keys), state.drawn)
@@ -182,33 +199,32 @@ def decode(
         state = state._replace(
             step=state.step + 1,
             busy=state.busy + active.sum(dtype=jnp.int32),
-            request=jnp.where(done, own, state.request),
+            request=jnp.where(done, EMPTY, state.request),
             drawn=count,
             token=token,
             stop_state=stop_state,
             cache=cache,
             results=results,
         )
-        return _refill(state, parts, own) if waits else state
+        return _refill(state, parts, own) if slots < rows else state
 
     def goes_on(state: DecodeState) -> Bool[Array, ""]:
-        more = (state.request < own).any()
-        for bound in (most, until):
-            more = more if bound is None else more & (state.step < bound)
-        return more
+        more = (state.request > EMPTY).any() & (state.step < most)
+        return more if until is None else more & (state.step < until)
 
     return jax.lax.while_loop(goes_on, body, state)
 
 
 def _record(state: DecodeState, token, logprob, behaviour, ended, parts: int) -> Results:
     """The results with what every slot has drawn; that of an empty slot has no place there."""
-    places = (_apart(state.request, parts), _apart(state.drawn, parts))
+    rows = state.results.ended.shape[0]
+    outside = jnp.where(state.request == EMPTY, rows // parts, state.request)
+    places = (_apart(outside, parts), _apart(state.drawn, parts))
     put = lambda buffer, row, column, value: buffer.at[row, column].set(value, mode="drop")
     one = lambda buffer, value: jax.vmap(put)(_apart(buffer, parts), *places, _apart(value, parts)).reshape(
         buffer.shape
     )
     results = state.results
-    rows = results.ended.shape[0]
     mark = jax.vmap(lambda buffer, row: buffer.at[row].set(True, mode="drop"))
     at_end = jnp.where(_apart(ended, parts), places[0], rows // parts)
     return Results(
@@ -222,14 +238,14 @@ def _record(state: DecodeState, token, logprob, behaviour, ended, parts: int) ->
 
 def _refill(state: DecodeState, parts: int, own: int) -> DecodeState:
     """The state with the next rows of the queue in the empty slots, first slots first."""
-    queue, slots = state.queue, state.request.shape[0]
-    group = state.results.ended.shape[0] // queue.token.shape[0]
+    prefixes, slots = state.prefixes, state.request.shape[0]
+    group = state.results.ended.shape[0] // prefixes.token.shape[0]
     request = _apart(state.request, parts)
-    empty = request == own
+    empty = request == EMPTY
     rank = jnp.cumsum(empty, axis=1, dtype=jnp.int32) - 1
     place = state.next[:, None] + rank
-    taken = empty & (place < queue.total[:, None])
-    row = jnp.take_along_axis(queue.order, jnp.minimum(place, own - 1), axis=1)
+    taken = empty & (place < state.total[:, None])
+    row = jnp.take_along_axis(state.order, jnp.minimum(place, own - 1), axis=1)
     count, prompt = taken.sum(1, dtype=jnp.int32), row // group
     of = lambda x: _pick(x, prompt.reshape(slots), parts)
     taken_slots = taken.reshape(slots)
@@ -244,17 +260,17 @@ def _refill(state: DecodeState, parts: int, own: int) -> DecodeState:
             put = lambda old, slot, new: old.at[slot, :, : new.shape[1], : new.shape[2]].set(new, mode="drop")
             return jax.vmap(put)(_apart(old, parts), slot, new).reshape(old.shape)
 
-        return jax.tree.map(one, layers, queue.cache.layers)
+        return jax.tree.map(one, layers, prefixes.cache.layers)
 
     return state._replace(
         next=state.next + count,
         request=jnp.where(taken, row, request).reshape(slots),
         drawn=jnp.where(taken_slots, 0, state.drawn),
-        token=jnp.where(taken_slots, of(queue.token), state.token),
+        token=jnp.where(taken_slots, of(prefixes.token), state.token),
         stop_state=jnp.where(taken_slots, 0, state.stop_state),
         cache=Cache(
             jax.lax.fori_loop(0, count.max(), copy, state.cache.layers),
-            jnp.where(taken_slots, of(queue.cache.lengths), state.cache.lengths),
+            jnp.where(taken_slots, of(prefixes.cache.lengths), state.cache.lengths),
         ),
     )
 
@@ -285,13 +301,12 @@ def generate(
     *,
     model: Model,
     sampling: SamplingConfig,
-    slots: int | None = None,
 ) -> Rollout:
-    """Sampled completions of the requested prompts: `start`, `decode` until every row has ended, `collect`.
+    """Sampled completions of the requested prompts: `read_prompts`, `start`, `decode` until all have ended, `collect`.
 
     The log-probs are those that `score` gives at the same temperature, `behaviour_logprobs` those of the distribution
     after top-k, top-p and min-p (None when these are off). A row is `truncated` when it ran into its limit. Raises
     ValueError as `start`.
     """
-    state = start(params, requests, model=model, sampling=sampling, slots=slots)
+    state = start(read_prompts(params, requests, model=model), requests, model=model, sampling=sampling)
     return collect(decode(params, requests, state, stops, model=model, sampling=sampling), requests, sampling=sampling)

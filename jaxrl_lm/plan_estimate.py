@@ -11,13 +11,13 @@ import jax
 
 from jaxrl_lm.checks import needs_reference, old_logprobs_of, updates_per_step
 from jaxrl_lm.hlo import Collective
-from jaxrl_lm.models import ModelConfig, decoder_specs
+from jaxrl_lm.models import BLOCK, ModelConfig, decoder_specs, room_for
 from jaxrl_lm.models.layers import PAIRS
 from jaxrl_lm.moments import moment_bytes
 from jaxrl_lm.plan_config import PlanConfig
 from jaxrl_lm.plan_places import mesh_sizes
 from jaxrl_lm.plan_report import StepReport, network_seconds, summed
-from jaxrl_lm.plan_steps import ROLLOUT_STEPS
+from jaxrl_lm.plan_steps import ROLLOUT_STEPS, blocks_read, decode_passes
 from jaxrl_lm.topologies import Chip, Topology
 
 _ITEM = {"float32": 4, "bfloat16": 2, "float16": 2}
@@ -40,6 +40,14 @@ class Work:
     new: int
     chunk: int  # tokens whose logits exist at once
     micro: int  # rows of one forward and backward pass
+    slots: int  # rows that are decoded at once
+    decode_passes: int  # forward passes of decoding
+    blocks: float  # of a slot's cache that one reads
+
+    @property
+    def read_columns(self) -> float:
+        """Columns of these blocks."""
+        return self.blocks * min(BLOCK, self.prompt + self.new)
 
     @property
     def linear(self) -> int:
@@ -47,7 +55,7 @@ class Work:
         m = self.model
         return m.hidden_size * (2 * (m.num_heads + m.num_kv_heads) * m.head_dim + 3 * m.intermediate_size)
 
-    def layers_flops(self, rows: int, queries: int, keys: int) -> float:
+    def layers_flops(self, rows: int, queries: int, keys: float) -> float:
         """2 · weights a token, and 4 · heads · width for each pair of a query and a key, masked ones too."""
         m = self.model
         pairs = 4.0 * m.num_heads * m.head_dim * queries * keys
@@ -66,7 +74,18 @@ def work_of(config: PlanConfig, model: ModelConfig) -> Work:
     rows = config.prompts_per_step * config.num_generations
     micro = config.microbatch_completions or config.minibatch_completions or rows
     lengths = (config.max_prompt_length, config.max_completion_length)
-    return Work(model, rows, config.prompts_per_step, *lengths, config.score_chunk, micro)
+    slots = min(config.decode_slots or rows, rows)
+    return Work(
+        model,
+        rows,
+        config.prompts_per_step,
+        *lengths,
+        config.score_chunk,
+        micro,
+        slots,
+        decode_passes(config),
+        blocks_read(config),
+    )
 
 
 def step_flops(config: PlanConfig, model: ModelConfig) -> dict[str, float]:
@@ -78,7 +97,7 @@ def step_flops(config: PlanConfig, model: ModelConfig) -> dict[str, float]:
     work, columns = work_of(config, model), config.max_prompt_length + config.max_completion_length
     layers = work.layers_flops(work.rows, columns, columns)
     head = work.head_flops(work.rows, work.scored_columns(work.micro))
-    decode = (work.new - 1) * work.layers_flops(work.rows, 1, columns)
+    decode = work.decode_passes * work.layers_flops(work.slots, 1, work.read_columns)
     prefill = work.layers_flops(work.prompts, work.prompt, work.prompt)
     m, tokens = model, float(work.rows * columns)
     down = 2.0 * tokens * m.num_layers * m.hidden_size * m.intermediate_size  # its output is in no gradient
@@ -87,7 +106,7 @@ def step_flops(config: PlanConfig, model: ModelConfig) -> dict[str, float]:
     updates = updates_per_step(config)
     share = config.num_iterations / updates
     return {
-        "generate": prefill + decode + work.head_flops(work.rows, work.new),
+        "generate": prefill + decode + work.head_flops(work.slots, work.decode_passes),
         "score": layers + head,
         "update": share * (3.0 * layers + again + 4.0 * head),
     }
@@ -133,9 +152,8 @@ def _memory_on(config: PlanConfig, model: ModelConfig, mesh: dict[str, int]) -> 
     decode = weights * width / tensor
     m, columns = model, work.prompt + work.new
     own = columns / sequence
-    cache = (
-        2.0 * m.num_layers * (work.rows / batch / sequence) * (m.num_kv_heads / tensor) * columns * m.head_dim * width
-    )
+    token = 2.0 * m.num_layers * (m.num_kv_heads / tensor) * m.head_dim * width
+    cache = token * (work.slots / batch / sequence * room_for(columns) + work.prompts / batch * work.prompt)
     prefill = (work.prompts / batch) * (m.num_heads / tensor) * min(work.prompt**2, PAIRS) * 6.0
     micro = max(work.micro / batch, 1.0)
     attention = micro * (m.num_heads / tensor) * min(own * columns, PAIRS) * 6.0
@@ -224,15 +242,14 @@ def step_traffic(config: PlanConfig, model: ModelConfig, mesh: dict[str, int]) -
     sequence = mesh.get("sequence", 1)
     ways = tensor * mesh.get("fsdp", 1) * sequence
     held, moments = weights * _ITEM[config.param_dtype] / ways, weights * moment_bytes(config.moments_dtype) / ways
-    cache = (
-        2.0 * m.num_layers * (work.rows / batch / sequence) * (m.num_kv_heads / tensor) * columns * m.head_dim * width
-    )
+    token = 2.0 * m.num_layers * (m.num_kv_heads / tensor) * m.head_dim * width
+    cache = token * work.slots / batch / sequence * work.read_columns
     squares = 4.0 * 4.0 * m.num_layers * (work.rows / batch) * (m.num_heads / tensor) * columns**2 / sequence
     passes = work.rows / work.micro
     update_passes = passes * config.num_iterations / updates_per_step(config)
     return {
         "prepare_decode": 2.0 * held + weights * width / tensor,
-        "generate": work.new * (weights * width / tensor + cache),
+        "generate": work.decode_passes * (weights * width / tensor + cache),
         "score": passes * weights * width / tensor + squares,
         "update": 3.0 * (update_passes * weights * width / tensor + squares * update_passes / passes)
         + 3.0 * held
@@ -268,11 +285,11 @@ def step_collectives(config: PlanConfig, model: ModelConfig, mesh: dict[str, int
             found.append(Collective("all-reduce", size, tensor, reduces, name))
         return found
 
-    token = activations(work.rows / (data * fsdp), 1)
+    token = activations(work.slots / (data * fsdp), 1)
     passed = activations(micro, columns / sequence)
     return {
         "prepare_decode": of(1.0, 0.0, 0.0, 0.0, "weights"),
-        "generate": of(0.0, 0.0, sums * work.new, token, "a token"),
+        "generate": of(0.0, 0.0, sums * work.decode_passes, token, "a token"),
         "score": of(passes, 0.0, sums * passes, passed, "a pass"),
         "update": of(3.0 * update_passes, update_passes, 3.0 * sums * update_passes, passed, "a pass"),
     }

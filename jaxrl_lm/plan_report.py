@@ -12,7 +12,7 @@ from jaxrl_lm import hlo
 from jaxrl_lm.flops import count_flops
 from jaxrl_lm.memory import device_bytes, named_leaves, origin, read_shortage
 from jaxrl_lm.plan_config import PlanConfig
-from jaxrl_lm.plan_steps import PlannedStep
+from jaxrl_lm.plan_steps import PlannedStep, blocks_read, decode_passes
 from jaxrl_lm.topologies import GIB, Chip, Topology
 
 SHOWN = 6  # buffers and collectives of a step in the report
@@ -92,8 +92,8 @@ def largest(step: PlannedStep, module: hlo.Module | None) -> tuple[tuple[str, st
 
 
 def traced_flops(traced: Any, config: PlanConfig, devices: int, *, once: bool = False) -> float:
-    """FLOPs of a traced step on one device; the decode loop counted to its limit, or once."""
-    trips = 1 if once else max(config.max_completion_length - 1, 1)
+    """FLOPs of a traced step on one device; the decode loop and the blocks of its caches as often as they run, or once."""
+    trips = (1.0, 1.0) if once else (float(decode_passes(config)), blocks_read(config))
     return count_flops(traced.jaxpr, while_trips=trips) / devices
 
 

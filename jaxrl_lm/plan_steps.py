@@ -6,6 +6,7 @@ Next to read: `plan_report.py`.
 
 import dataclasses
 import functools
+import math
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -24,7 +25,7 @@ from jaxrl_lm.checks import (
     updates_per_step,
 )
 from jaxrl_lm.config import SamplingConfig
-from jaxrl_lm.models import Model, ModelConfig, build, critic_specs, decode_specs, stacked
+from jaxrl_lm.models import BLOCK, Model, ModelConfig, build, critic_specs, decode_specs, stacked
 from jaxrl_lm.models.hf_config import config_from_hf, read_json
 from jaxrl_lm.placement import Placement, check_placement, check_places
 from jaxrl_lm.plan_config import PlanConfig, open_model_config
@@ -90,6 +91,20 @@ def planned_placement(config: PlanConfig, plan: Plan, rollout: Plan | None = Non
     return placement
 
 
+def decode_passes(config: PlanConfig) -> int:
+    """Forward passes of decoding where every completion has full length."""
+    rows = config.prompts_per_step * config.num_generations
+    return -(-rows // min(config.decode_slots or rows, rows)) * config.max_completion_length
+
+
+def blocks_read(config: PlanConfig) -> float:
+    """Blocks of a slot's cache that a pass of decoding reads, on average; a cache of one block is read whole."""
+    prompt, new = config.max_prompt_length, config.max_completion_length
+    if prompt + new <= BLOCK:
+        return 1.0
+    return math.fsum(-(-(prompt + number) // BLOCK) for number in range(new)) / new
+
+
 def trace_steps(
     config: PlanConfig, model_config: ModelConfig, plan: Plan, rollout: Plan | None = None
 ) -> dict[str, PlannedStep]:
@@ -110,6 +125,7 @@ def trace_steps(
         top_k=config.top_k,
         top_p=config.top_p,
         min_p=config.min_p,
+        slots=config.decode_slots,
     )
     steps, _ = compile_run(
         config,

@@ -132,7 +132,7 @@ def plan_of(config: MachineOptions) -> Plan:
 
 
 def make_sampling(config: Any, tokenizer, generation: dict[str, Any]) -> SamplingConfig:
-    """The static part of sampling, from a config with max_completion_length, top_k, top_p and min_p."""
+    """The static part of sampling, from a config with max_completion_length, top_k, top_p, min_p and decode_slots."""
     eos = eos_token_ids(generation, tokenizer)
     pad = tokenizer.pad_token_id if tokenizer.pad_token_id is not None else eos[0]
     return SamplingConfig(
@@ -142,6 +142,7 @@ def make_sampling(config: Any, tokenizer, generation: dict[str, Any]) -> Samplin
         top_k=config.top_k,
         top_p=config.top_p,
         min_p=config.min_p,
+        slots=config.decode_slots,
     )
 
 

@@ -15,6 +15,7 @@ import pytest
 from jaxrl_lm.config import SamplingConfig
 from jaxrl_lm.generate import generate, prepare_decode
 from jaxrl_lm.models import Model, ModelConfig, build, positions
+from jaxrl_lm.models import decode as decoding
 from jaxrl_lm.score import score
 from jaxrl_lm.types import Requests
 
@@ -212,7 +213,7 @@ STATES = 16
 class Chain:
     """A decoder whose attention and feed-forward add nothing and whose embeddings are unit vectors."""
 
-    def __init__(self, table, model_class=Model):
+    def __init__(self, table):
         config = ModelConfig(
             vocab_size=STATES,
             hidden_size=STATES,
@@ -223,7 +224,7 @@ class Chain:
             head_dim=2,
             rms_norm_eps=0.0,
         )
-        self.model = model_class(config)
+        self.model = Model(config)
         zeros = lambda spec: np.zeros(spec.shape, np.float32)
         params = jax.tree.map(zeros, self.model.specs, is_leaf=lambda leaf: hasattr(leaf, "axes"))
         params["embed"]["table"] = np.eye(STATES, dtype=np.float32)
@@ -371,21 +372,22 @@ def test_a_stop_string_ends_a_row_and_its_tokens_are_the_policys_own(paths):
 
 
 @pytest.mark.parametrize("longest", [1, 4])
-def test_the_loop_stops_when_every_row_has_ended(longest):
-    """A model that counts its forward passes: one for the prompts and one a further token of the longest row."""
+def test_the_loop_stops_when_every_row_has_ended(longest, monkeypatch):
+    """By what goes through the layers: the prompts once, then a token a row in every pass."""
     passes = []
+    real = decoding._run
 
-    class Counting(Model):
-        def hidden(self, params, tokens, *args, **kwargs):
-            jax.debug.callback(lambda: passes.append(tokens.shape[1]))
-            return super().hidden(params, tokens, *args, **kwargs)
+    def counting(params, tokens, *rest):
+        jax.debug.callback(lambda: passes.append(tokens.shape[1]))
+        return real(params, tokens, *rest)
 
-    sampler = Chain(PATHS, Counting).sampler(new=500, eos=(3, 14))
+    monkeypatch.setattr(decoding, "_run", counting)
+    sampler = Chain(PATHS).sampler(new=500, eos=(3, 14))
     prompts = {1: [[10], [12]], 4: [[10], [5], [11], [4]]}[longest]
     rollout = jax.block_until_ready(greedy(sampler, prompts))
     jax.effects_barrier()
     assert max(map(len, completions(rollout))) == longest
-    assert sorted(passes, reverse=True) == [2] + [1] * (longest - 1)
+    assert sorted(passes, reverse=True) == [2] + [1] * longest
 
 
 # --- truncated distributions ------------------------------------------------------------------------------------------

@@ -1,13 +1,14 @@
 """The decoder against itself: every way to compute the same hidden states gives the same hidden states."""
 
 import dataclasses
+import functools
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from jaxrl_lm.models import Cache, ModelConfig, build, decode_specs, positions, unstack_layers
+from jaxrl_lm.models import ModelConfig, build, decode_specs, extend, fuse_layers, positions, prefill
 from jaxrl_lm.models.decoder import visible
 
 COLUMNS = 10
@@ -160,54 +161,28 @@ def test_rows_of_padding_are_finite(full):
     assert np.isfinite(full).all()
 
 
-# --- with a cache, unrolled, recomputed -------------------------------------------------------------------------------
-
-
-def cached_hidden(model, params, tokens, segments, widths):
-    """Hidden states of all columns from a prefill of widths[0] columns and then chunks of the other widths."""
-    params = unstack_layers(params)
-    places = np.asarray(positions(jnp.asarray(segments)))
-    call = jax.jit(model.hidden, static_argnames="return_cache")
-    first, columns = widths[0], sum(widths)
-    part = lambda x, start, width: x[:, start : start + width]
-    hidden, cache = call(params, *(part(x, 0, first) for x in (tokens, places, segments)), return_cache=True)
-    room = lambda x, axis: jnp.pad(x, [(0, columns - first if a == axis else 0) for a in range(x.ndim)])
-    layers = tuple((room(k, 2), room(v, 2)) for k, v in cache.layers)
-    cache = Cache(layers, room(cache.positions, 1), room(cache.segment_ids, 1), cache.index)
-    out, done = [hidden], first
-    for width in widths[1:]:
-        assert int(cache.index) == done
-        hidden, cache = call(params, *(part(x, done, width) for x in (tokens, places, segments)), cache=cache)
-        out.append(hidden)
-        done += width
-    assert int(cache.index) == columns
-    np.testing.assert_array_equal(cache.segment_ids, segments)
-    np.testing.assert_array_equal(cache.positions, places)
-    return np.concatenate(out, axis=1)
+# --- with a cache, recomputed -----------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("window", [None, 3])
-def test_a_cache_gives_the_full_forward(tiny_config, params, full, window):
+def test_a_cache_gives_the_full_forward(tiny_config, params, window):
+    """Right-padded prompts of several lengths, then 1, 1, 3 and 1 columns at each row's own place."""
     model = build(dataclasses.replace(tiny_config, sliding_window=window))
-    if window is not None:
-        full = jax.jit(model.hidden)(params, *inputs())[0]
-    hidden = cached_hidden(model, params, TOKENS, SEGMENTS, [4, 1, 1, 3, 1])
-    inside = SEGMENTS > 0
-    np.testing.assert_allclose(hidden[inside], np.asarray(full)[inside], atol=5e-6)
-    assert np.isfinite(hidden).all()
-
-
-def test_unrolled_layers_equal_scanned_ones(model, params, full):
-    hidden, cache = jax.jit(model.hidden)(unstack_layers(params), *inputs())
-    assert cache is None
-    np.testing.assert_allclose(hidden, full, atol=5e-6)
-
-
-def test_a_cache_with_stacked_layers_is_refused(model, params):
-    cache = Cache((), jnp.zeros((1, 4), jnp.int32), jnp.zeros((1, 4), jnp.int32), jnp.zeros((), jnp.int32))
-    one = jnp.ones((1, 1), jnp.int32)
-    with pytest.raises(ValueError, match="a cache needs unstacked layers"):
-        model.hidden(params, one, one, one, cache=cache)
+    weights, lengths = fuse_layers(params, model=model), np.array([4, 1, 3, 2], np.int32)
+    tokens = TOKENS[: len(lengths)]
+    places = jnp.broadcast_to(jnp.arange(COLUMNS, dtype=jnp.int32), tokens.shape)
+    full = np.asarray(jax.jit(model.hidden)(params, tokens, places, jnp.ones_like(tokens)))
+    cache = jax.jit(functools.partial(prefill, model=model))(weights, tokens[:, :4], lengths)
+    more = lambda x, axis: jnp.pad(x, [(0, COLUMNS - 4 if a == axis else 0) for a in range(4)])
+    cache = cache._replace(layers=tuple((more(k, 3), more(v, 2)) for k, v in cache.layers))
+    call = jax.jit(functools.partial(extend, model=model))
+    for width in (1, 1, 3, 1):
+        part = np.stack([row[at : at + width] for row, at in zip(tokens, np.asarray(cache.lengths), strict=True)])
+        hidden, longer = call(weights, part, cache)
+        for row, at in enumerate(np.asarray(cache.lengths)):
+            np.testing.assert_allclose(np.asarray(hidden)[:, row].T, full[row, at : at + width], atol=5e-6)
+        cache = longer
+    np.testing.assert_array_equal(cache.lengths, lengths + 6)
 
 
 def test_recomputation_changes_no_gradient(tiny_config, params):
@@ -251,7 +226,7 @@ def test_bfloat16_computes_in_bfloat16_and_gives_float32_logits(tiny_config, mod
 def test_parameters_have_the_declared_shapes(tiny_config, model, params):
     shapes = lambda tree: jax.tree.map(lambda leaf: tuple(leaf.shape), tree, is_leaf=is_spec)
     assert shapes(model.specs) == shapes(params)
-    assert shapes(decode_specs(tiny_config)) == shapes(unstack_layers(params))
+    assert shapes(decode_specs(tiny_config)) == shapes(fuse_layers(params, model=model))
     for spec in jax.tree.leaves(model.specs, is_leaf=is_spec):
         assert len(spec.axes) == len(spec.shape)
     assert model.specs["layers"]["attn"]["k_proj"]["kernel"].shape == (3, 32, 16)

@@ -132,9 +132,9 @@ def test_a_trees_error_names_the_parameter(plan, tiny_config):
     odd = dataclasses.replace(tiny_config, intermediate_size=63)
     with pytest.raises(ValueError, match=r"layers\.mlp.down_proj.kernel: dimension 'mlp' of size 63"):
         plan.tree({"layers": {"mlp": {"down_proj": decoder_specs(odd)["layers"]["mlp"]["down_proj"]}}})
-    block = decode_specs(odd)["layers"][1]["mlp"]["down_proj"]
-    with pytest.raises(ValueError, match=r"layers\.1.mlp.down_proj.kernel: dimension 'mlp' of size 63"):
-        plan.tree({"layers": ({}, {"mlp": {"down_proj": block}})})
+    block = decode_specs(odd)["layers"][1]["down"]
+    with pytest.raises(ValueError, match=r"layers\.1.down.kernel: dimension 'mlp' of size 63"):
+        plan.tree({"layers": ({}, {"down": block})})
 
 
 def test_a_large_matrix_that_would_stand_whole_everywhere_is_refused_unless_asked_for(plan):

@@ -162,7 +162,7 @@ def test_generation_has_rules_of_its_own(tiny_config):
     assert decode.for_prompts().sharding(("batch", None), (2, 5)).spec == P("fsdp", None)
     assert plan.axes("mlp") == ("tensor",)
     layouts = decode.tree(decode_specs(tiny_config))
-    assert layouts["layers"][0]["mlp"]["up_proj"]["kernel"].spec == P(None, ("tensor", "fsdp"))
+    assert layouts["layers"][0]["gate_up"]["kernel"].spec == P(None, ("tensor", "fsdp"), None)
 
 
 def test_a_config_says_all_of_it():

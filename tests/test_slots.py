@@ -14,7 +14,7 @@ import pytest
 from test_generate import EOS, random_params, requests, same
 
 from jaxrl_lm.config import SamplingConfig
-from jaxrl_lm.generate import collect, decode, generate, prepare_decode, start
+from jaxrl_lm.generate import collect, decode, fork, generate, prepare_decode, read_prompts, start
 from jaxrl_lm.models import build
 from jaxrl_lm.models import decode as decoding
 from jaxrl_lm.score import score
@@ -50,8 +50,8 @@ def sampler(model, weights):
 
     @functools.cache
     def make(slots, eos=EOS):
-        sampling = SamplingConfig(max_new_tokens=NEW, eos_token_ids=eos, pad_token_id=0)
-        compiled = jax.jit(functools.partial(generate, model=model, sampling=sampling, slots=slots))
+        sampling = SamplingConfig(max_new_tokens=NEW, eos_token_ids=eos, pad_token_id=0, slots=slots)
+        compiled = jax.jit(functools.partial(generate, model=model, sampling=sampling))
         return lambda given: compiled(weights, given)
 
     return make
@@ -118,8 +118,12 @@ def test_the_samplers_logprobs_are_the_scorers(sampler, model, params):
 @pytest.fixture(scope="module")
 def engine(model, weights):
     """Compiled start and decode with 4 slots."""
-    sampling = SamplingConfig(max_new_tokens=NEW, eos_token_ids=(), pad_token_id=0)
-    begin = jax.jit(functools.partial(start, model=model, sampling=sampling, slots=4))
+    sampling = SamplingConfig(max_new_tokens=NEW, eos_token_ids=(), pad_token_id=0, slots=4)
+
+    @jax.jit
+    def begin(weights, given):
+        return start(read_prompts(weights, given, model=model), given, model=model, sampling=sampling)
+
     go_on = jax.jit(functools.partial(decode, model=model, sampling=sampling), donate_argnums=2)
     return (
         lambda given: begin(weights, given),
@@ -156,7 +160,7 @@ def test_chunks_of_passes_are_one_run(engine):
     given = asked()
     whole = go_on(given, begin(given), np.int32(1000))
     state, visits = begin(given), 0
-    while bool((state.request < ROWS).any()):
+    while bool((state.request >= 0).any()):
         state = go_on(given, state, state.step + 3)
         visits += 1
     assert visits == -(-int(whole.step) // 3)
@@ -185,18 +189,55 @@ def test_a_prompt_is_computed_once(model, weights, monkeypatch):
         return real(params, tokens, *rest)
 
     monkeypatch.setattr(decoding, "_run", counting)
-    sampling = SamplingConfig(max_new_tokens=NEW, eos_token_ids=(), pad_token_id=0)
-    run = jax.jit(lambda weights, given: generate(weights, given, model=model, sampling=sampling, slots=4))
+    sampling = SamplingConfig(max_new_tokens=NEW, eos_token_ids=(), pad_token_id=0, slots=4)
+    run = jax.jit(lambda weights, given: generate(weights, given, model=model, sampling=sampling))
     jax.block_until_ready(run(weights, asked()))
     jax.effects_barrier()
     assert sorted(seen, reverse=True) == [(PROMPTS, COLUMNS)] + [(4, 1)] * list_schedule(LIMITS[LIMITS > 0], 4)
 
 
-@pytest.mark.parametrize(("slots", "message"), [(25, "slots=25"), (-1, "slots=-1")])
-def test_slots_that_do_not_fit(model, weights, slots, message):
+def test_slots_that_do_not_fit():
+    with pytest.raises(ValueError, match="decode_slots=0: must be at least 1"):
+        SamplingConfig(max_new_tokens=NEW, eos_token_ids=EOS, pad_token_id=0, slots=0)
+
+
+# --- forks ------------------------------------------------------------------------------------------------------------
+
+
+def test_a_fork_goes_on_as_the_row_itself_and_as_a_prompt_of_its_tokens(model, weights):
+    """From prefixes of rows that live and that have ended; nothing is prefilled a second time."""
     sampling = SamplingConfig(max_new_tokens=NEW, eos_token_ids=EOS, pad_token_id=0)
-    with pytest.raises(ValueError, match=f"{message}: give a multiple of the 1 parts of the batch, up to its 24 rows"):
-        generate(weights, asked(), model=model, sampling=sampling, slots=slots)
+    given = asked(limits=NEW)
+    run = jax.jit(functools.partial(decode, model=model, sampling=sampling))
+    begin = jax.jit(lambda prefixes, given: start(prefixes, given, model=model, sampling=sampling))
+    read = jax.jit(functools.partial(read_prompts, model=model))
+    half = run(weights, given, begin(read(weights, given), given), None, np.int32(5))
+    assert 0 < np.asarray(half.results.ended).sum() < ROWS
+    rows = np.array([0, 1, 5, 9, 14, 23])
+    drawn = np.asarray(half.results.action_mask).sum(1)
+    counts = np.minimum([0, 1, 2, 3, 4, 5], drawn[rows])
+    known = [
+        np.concatenate([TOKENS[r // GROUP, -LENGTHS[r // GROUP] :], half.results.tokens[r, :c]])
+        for r, c in zip(rows, counts, strict=True)
+    ]
+    width = max(map(len, known))
+    tokens = np.stack([np.pad(one, (width - len(one), 0)) for one in known])
+    segments = np.stack([np.arange(width) >= width - len(one) for one in known]).astype(np.int32)
+    again = requests(
+        tokens, segments, keys=jax.random.split(jax.random.key(9), 2 * len(rows)), temperature=1.0, max_new=NEW
+    )
+    forked = run(weights, again, begin(jax.jit(fork)(half, rows, counts), again))
+    prefilled = run(weights, again, begin(read(weights, again), again))
+    np.testing.assert_array_equal(forked.results.tokens, prefilled.results.tokens)
+    np.testing.assert_allclose(forked.results.logprobs, prefilled.results.logprobs, atol=1e-4)
+    np.testing.assert_array_equal(forked.cache.lengths, prefilled.cache.lengths)
+    assert not np.array_equal(forked.results.tokens[0], forked.results.tokens[1])  # keys of their own
+
+
+def test_a_fork_needs_the_caches_of_its_rows(engine):
+    begin, _, _ = engine
+    with pytest.raises(ValueError, match="24 rows went through 4 slots"):
+        fork(begin(asked()), jnp.zeros((1,), jnp.int32), jnp.zeros((1,), jnp.int32))
 
 
 # --- a cache in blocks ------------------------------------------------------------------------------------------------
@@ -208,8 +249,8 @@ def test_blocks_of_a_cache_are_read_as_the_whole(tiny_config, monkeypatch, windo
     model = build(dataclasses.replace(tiny_config, num_layers=2, sliding_window=window))
     params = random_params(model)
     weights = prepare_decode(params, model=model)
-    sampling = SamplingConfig(max_new_tokens=NEW, eos_token_ids=EOS, pad_token_id=0)
-    make = lambda: jax.jit(lambda weights, given: generate(weights, given, model=model, sampling=sampling, slots=4))
+    sampling = SamplingConfig(max_new_tokens=NEW, eos_token_ids=EOS, pad_token_id=0, slots=4)
+    make = lambda: jax.jit(lambda weights, given: generate(weights, given, model=model, sampling=sampling))
     whole = make()(weights, asked())
     monkeypatch.setattr(decoding, "BLOCK", 4)
     run = make()
@@ -258,11 +299,14 @@ def test_each_part_of_a_mesh_has_slots_of_its_own(tiny_config, sampler, params, 
     weights = jax.device_put(prepare_decode(params, model=model), plan.tree(decoding.decode_specs(model.config)))
     given = asked()
     placed = jax.tree.map(lambda x: jax.device_put(x, plan.rows if x.ndim else plan.replicated), given)
-    sampling = SamplingConfig(max_new_tokens=NEW, eos_token_ids=EOS, pad_token_id=0)
-    run = jax.jit(functools.partial(generate, model=model, sampling=sampling, slots=8), out_shardings=plan.rows)
+    slots = lambda count: SamplingConfig(max_new_tokens=NEW, eos_token_ids=EOS, pad_token_id=0, slots=count)
+    run = jax.jit(functools.partial(generate, model=model, sampling=slots(8)), out_shardings=plan.rows)
     rollout, alone = run(weights, placed), sampler(None)(given)
     for name in ("tokens", "action_mask", "truncated"):
         np.testing.assert_array_equal(getattr(rollout, name), getattr(alone, name), err_msg=name)
     np.testing.assert_allclose(rollout.logprobs, alone.logprobs, atol=1e-4)
-    with pytest.raises(ValueError, match="slots=7: give a multiple"):
-        generate(weights, given, model=model, sampling=sampling, slots=7)
+    with pytest.raises(ValueError, match="decode_slots=7 does not divide over"):
+        generate(weights, given, model=model, sampling=slots(7))
+    odd = asked(keys=jax.random.split(jax.random.key(0), 12), prompts=slice(3), limits=1, temperature=1.0)
+    with pytest.raises(ValueError, match="decode_slots=4: 3 prompts, whose rows wait for a slot, does not divide over"):
+        generate(weights, odd, model=model, sampling=slots(4))

@@ -12,7 +12,7 @@ from jaxrl_lm.models.classifiers import (
     save_reward_model,
 )
 from jaxrl_lm.models.config import LinearRope, Llama3Rope, LoraConfig, ModelConfig
-from jaxrl_lm.models.decode import Cache, decode_specs, extend, fuse_layers, next_logits, prefill, room_for
+from jaxrl_lm.models.decode import BLOCK, Cache, decode_specs, extend, fuse_layers, next_logits, prefill, room_for
 from jaxrl_lm.models.decoder import Model, build, decoder_specs, positions
 from jaxrl_lm.models.heads import (
     classifier_specs,
@@ -34,6 +34,7 @@ from jaxrl_lm.models.lora import specs as lora_specs
 from jaxrl_lm.models.peft import read_adapter, save_adapter
 
 __all__ = [
+    "BLOCK",
     "Cache",
     "LinearRope",
     "Llama3Rope",

@@ -240,8 +240,8 @@ def attend_filled(
     if room % BLOCK:
         raise ValueError(f"a cache of {room} columns is not in whole blocks of {BLOCK}: make it by room_for")
 
-    def block(number, carry):
-        best, total, out = carry
+    def block(carry):
+        number, best, total, out = carry
         start = number * BLOCK
         here = (
             jax.lax.dynamic_slice_in_dim(k, start, BLOCK, axis=3),
@@ -250,10 +250,13 @@ def attend_filled(
         found = logits(here[0], start)
         higher = jnp.maximum(best, jnp.max(found, axis=-1))
         weights, old = jnp.exp(found - higher[..., None]), jnp.exp(best - higher)
-        return higher, total * old + jnp.sum(weights, axis=-1), out * old[..., None] + read(weights, here[1])
+        total = total * old + jnp.sum(weights, axis=-1)
+        return number + 1, higher, total, out * old[..., None] + read(weights, here[1])
 
     shape = (rows, groups, heads // groups, columns)
-    start = jnp.full(shape, MASKED, jnp.float32), jnp.zeros(shape, jnp.float32), jnp.zeros((*shape, width), jnp.float32)
-    _, total, out = jax.lax.fori_loop(0, (filled + BLOCK - 1) // BLOCK, block, start)
+    nothing = jnp.full(shape, MASKED, jnp.float32), jnp.zeros(shape, jnp.float32)
+    start = jnp.zeros((), jnp.int32), *nothing, jnp.zeros((*shape, width), jnp.float32)
+    needed = (filled + BLOCK - 1) // BLOCK
+    _, _, total, out = jax.lax.while_loop(lambda c: (c[0] < room // BLOCK) & (c[0] < needed), block, start)
     out = (out / total[..., None]).astype(v.dtype)
     return jnp.moveaxis(out, 3, 1).reshape(rows, columns, heads * width)
