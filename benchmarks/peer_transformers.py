@@ -106,18 +106,25 @@ def continuous(model, rows: list[list[int]], limits: list[int], *, at_once: int,
 
 
 def padded(rows: list[list[int]]) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-    """Right-padded ids, mask, and labels that leave the padding out."""
+    """Right-padded ids, mask, and each column's next token; padding has none."""
     columns = max(len(row) for row in rows)
-    pad = lambda value: torch.tensor([row + [value] * (columns - len(row)) for row in rows])
-    mask = torch.tensor([[1] * len(row) + [0] * (columns - len(row)) for row in rows])
-    return pad(PAD), mask, pad(IGNORED)
+    filled = lambda cut, value: torch.tensor([row + [value] * (columns - len(row)) for row in cut])
+    mask = filled([[1] * len(row) for row in rows], 0)
+    return filled(rows, PAD), mask, filled([row[1:] for row in rows], IGNORED)
 
 
 def losses(model, batch) -> torch.Tensor:
     """Minus the log-prob of each token but a row's first; 0 at padding."""
-    ids, mask, labels = batch
-    logits = model(input_ids=ids, attention_mask=mask, use_cache=False).logits[:, :-1]
-    return cross_entropy(logits.transpose(1, 2), labels[:, 1:], reduction="none", ignore_index=IGNORED)
+    ids, mask, following = batch
+    logits = model(input_ids=ids, attention_mask=mask, use_cache=False).logits
+    return cross_entropy(logits.flatten(0, 1), following.flatten(), reduction="none", ignore_index=IGNORED)
+
+
+@functools.cache
+def trained(model):
+    """A copy to train, and its optimiser."""
+    copied = copy.deepcopy(model).train()
+    return copied, torch.optim.AdamW(copied.parameters(), lr=1e-6, fused=True)
 
 
 def tasks(model) -> dict:
@@ -168,13 +175,12 @@ def tasks(model) -> dict:
         drawn = sequences(rows=rows, low=low, high=high)
         cuts = [padded(cut) for cut in batches(drawn, batch)]
         count = sum(map(len, drawn))
-        trained = copy.deepcopy(model).train()
-        optimizer = torch.optim.AdamW(trained.parameters(), lr=1e-6, fused=True)
+        learner, optimizer = trained(model)
 
         def run():
             optimizer.zero_grad()
             for cut in cuts:
-                (losses(trained, cut).sum() / count).backward()
+                (losses(learner, cut).sum() / count).backward()
             optimizer.step()
             return {"tokens": count}
 
