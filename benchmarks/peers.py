@@ -113,7 +113,8 @@ class Peer:
         line = self.replies.readline() if ready else ""
         if not line:
             said = "\n".join(self.log.read_text(errors="replace").splitlines()[-15:])
-            raise RuntimeError(f"peer {self.name} {'ended' if ready else 'did not answer'}; {self.log} ends:\n{said}")
+            how = f"ended with code {self.process.wait()}" if ready else f"did not answer in {self.timeout} s"
+            raise RuntimeError(f"peer {self.name} {how}; {self.log} ends:\n{said}")
         reply = json.loads(line)
         if "error" in reply:
             raise RuntimeError(f"peer {self.name} failed:\n{reply['error']}")
@@ -218,7 +219,7 @@ def run(options: argparse.Namespace, stack: contextlib.ExitStack) -> None:
         sizes = [{"batch": size} for size in options.batches]
         torch = peer("transformers")
         for lengths in ({"low": 20, "high": 200}, {"low": 200, "high": 200}):
-            compare(options.what, [(torch, best(torch, options.what, sizes, rows=32, **lengths))], options.repeats)
+            compare(options.what, [(torch, best(torch, options.what, sizes, rows=16, **lengths))], options.repeats)
 
 
 def main() -> None:
