@@ -1,129 +1,153 @@
-"""Generation and the gradient against transformers with torch, as ratios within one run.
+"""The engine's table: ours, Tunix, transformers and TRL on the same work in turns, as ratios within one run.
 
-    python benchmarks/engine.py [--rows 8 32] [--new 64] [--repeats 3]
+    python benchmarks/engine.py [generate long_tail group score train head] [--cache DIR] [--repeats 3]
 
-A SmolLM2-135M-shaped model with random weights, float32, on this machine's CPU; prompts of 40 tokens. The peers take
-turns, and the medians are compared. Ours records the log-probs
-of what it samples, transformers keeps the scores from which they are computed. docs/benchmarks.md holds the output.
+SmolLM2-135M-Instruct in float32 on this machine's CPU; see docs/benchmarks.md for the work, and peers.py for the peers.
+`make bench` runs all of it.
 """
 
 import argparse
-import functools
-import statistics
-import tempfile
-import time
+import contextlib
+import sys
+from pathlib import Path
 
 import jax
 import jax.numpy as jnp
-import numpy as np
-import torch
-from transformers import LlamaConfig, LlamaForCausalLM
+from ours import Ours, decode_limit, limits
+from peers import CACHE, Peer, best, interleaved, model_directory
 
-from jaxrl_lm.config import SamplingConfig
-from jaxrl_lm.generate import generate, prepare_decode
-from jaxrl_lm.lab.tokenizer import lab_tokenizer
-from jaxrl_lm.models import load
-from jaxrl_lm.score import score
-from jaxrl_lm.types import Requests
+from jaxrl_lm.score import by_columns, token_scores
 
-PROMPT = 40
+WHAT = ("generate", "group", "long_tail", "score", "train", "head")
 
 
-def make_models():
-    """The same random weights in both libraries."""
-    config = LlamaConfig(
-        vocab_size=49152,
-        hidden_size=576,
-        intermediate_size=1536,
-        num_hidden_layers=30,
-        num_attention_heads=9,
-        num_key_value_heads=3,
-        tie_word_embeddings=True,
-        rope_theta=100000.0,
-        eos_token_id=None,
+def show(title: str, found: dict[str, dict]) -> None:
+    """A row: tokens a second of each, and ours over each peer's."""
+    rates = {name: answer["tokens"] / answer["seconds"] for name, answer in found.items()}
+    ratios = ", ".join(f"{rates['ours'] / rate:.2f} × {name}" for name, rate in rates.items() if name != "ours")
+    print(
+        f"{title}: " + ", ".join(f"{name} {rate:.1f}" for name, rate in rates.items()) + f" tokens/s; {ratios}",
+        flush=True,
     )
-    torch.manual_seed(0)
-    theirs = LlamaForCausalLM(config).eval()
-    with tempfile.TemporaryDirectory() as directory:
-        theirs.save_pretrained(directory)
-        lab_tokenizer().save_pretrained(directory)
-        model, params, _ = load(directory)
-    return theirs, model, params
 
 
-def seconds(call) -> float:
-    start = time.perf_counter()
-    call()
-    return time.perf_counter() - start
+def compare(
+    title: str, task: str, ours: Ours, own: dict, peers: list[tuple[Peer, dict]], repeats: int
+) -> dict[str, dict]:
+    calls = {"ours": lambda: ours.ask(task, **own)}
+    calls |= {peer.name: lambda peer=peer, options=options: peer.ask(task, **options) for peer, options in peers}
+    found = interleaved(calls, repeats)
+    show(title, found)
+    return found
 
 
-def interleaved(calls: dict, repeats: int) -> dict[str, float]:
-    """Median seconds of each, after one warm-up each."""
-    for call in calls.values():
-        call()
-    times = {name: [] for name in calls}
-    for _ in range(repeats):
-        for name, call in calls.items():
-            times[name].append(seconds(call))
-    return {name: statistics.median(values) for name, values in times.items()}
+def generate(ours: Ours, tunix: Peer, torch: Peer, repeats: int) -> None:
+    modes = [{"mode": "dynamic"}]
+    for rows in (8, 32, 128):
+        work = {"rows": rows, "prompt": 40, "new": 64}
+        found = compare(
+            f"generate, {rows} rows of 64 tokens after 40", "generate", ours, work,
+            [(tunix, work), (torch, best(torch, "generate", modes, **work))], repeats if rows < 128 else 1,
+        )  # fmt: skip
+        rates = limits()
+        least, took = (1e3 * s for s in (decode_limit(ours.model, rows, 40 + 32, rates), found["ours"]["seconds"] / 64))
+        print(
+            f"  {least / took:.0%} of the limit: a pass takes {took:.1f} ms, and at {rates['flops'] / 1e9:.0f} GFLOP/s and "
+            f"{rates['bytes'] / 1e9:.0f} GB/s not less than {least:.1f} ms",
+            flush=True,
+        )
 
 
-def bench_generate(theirs, model, params, rows: int, new: int, repeats: int) -> None:
-    tokens = np.random.default_rng(0).integers(100, 49000, (rows, PROMPT)).astype(np.int32)
-    # No token ends a row here: every row makes `new` tokens on both sides.
-    sampling = SamplingConfig(max_new_tokens=new, eos_token_ids=(), pad_token_id=0)
-    run = jax.jit(functools.partial(generate, model=model, sampling=sampling))
-    decode_params = jax.jit(functools.partial(prepare_decode, model=model))(params)
-    requests = Requests(
-        jnp.asarray(tokens),
-        jnp.ones_like(tokens),
-        jax.random.split(jax.random.key(0), rows),
-        jnp.full((rows,), new, jnp.int32),
-        jnp.ones((rows,), jnp.float32),
-        jnp.zeros((), jnp.int32),
+def group(ours: Ours, tunix: Peer, torch: Peer, repeats: int) -> None:
+    work = {"rows": 8, "prompt": 512, "new": 8, "group": 8}
+    modes = [{"mode": "dynamic"}, {"mode": "continuous"}]
+    peers = [(tunix, work), (torch, best(torch, "generate", modes, **work))]
+    compare("a group of 8 on a prompt of 512, 8 tokens each", "generate", ours, work, peers, repeats)
+    alone = work | {"rows": 1, "group": 1, "new": 1}
+    one = ours.ask("generate", **work | {"new": 1})["seconds"] / ours.ask("generate", **alone)["seconds"]
+    print(f"  prefill and one token of 8 rows of one prompt take {one:.2f} times those of one row")
+
+
+def tail(ours: Ours, tunix: Peer, torch: Peer, repeats: int) -> None:
+    sizes = (8, 16, 32)
+    tunix_work = best(tunix, "long_tail", [{"batch": size} for size in sizes])
+    torch_work = best(torch, "long_tail", [{"batch": size, "mode": "continuous"} for size in sizes])
+    chosen = max(sizes, key=lambda slots: (lambda a: a["tokens"] / a["seconds"])(ours.ask("long_tail", slots=slots)))
+    calls = {
+        "ours": lambda: ours.ask("long_tail", slots=chosen),
+        "tunix": lambda: tunix.ask("long_tail", **tunix_work),
+        "transformers": lambda: torch.ask("long_tail", **torch_work),
+    }
+    found = interleaved(calls, min(repeats, 2))
+    show(f"long tail: 64 requests, {chosen} slots, tunix {tunix_work}, transformers {torch_work}", found)
+    print(f"  {found['ours']['passes']} passes, slots busy {found['ours']['busy']:.1%} of them all")
+
+
+def learn(task: str, ours: Ours, torch: Peer, repeats: int) -> None:
+    for low in (20, 200):
+        work = {"rows": 16, "low": low, "high": 200}
+        sizes = [{"batch": size} for size in (4, 8, 16)]
+        own = work | max(sizes, key=lambda size: 1 / ours.ask(task, **work, **size)["seconds"])
+        title = f"{task}, 16 rows of {low} to 200 tokens"
+        found = compare(title, task, ours, own, [(torch, best(torch, task, sizes, **work))], repeats)
+        m, rates = ours.model.config, limits()
+        weights = (
+            m.num_layers * m.hidden_size * (2 * (m.num_heads + m.num_kv_heads) * m.head_dim + 3 * m.intermediate_size)
+        )
+        flops = 2.0 * (weights + m.vocab_size * m.hidden_size) * found["ours"]["tokens"] * (3 if task == "train" else 1)
+        share = flops / found["ours"]["seconds"] / rates["flops"]
+        print(f"  products with weights alone: {share:.0%} of {rates['flops'] / 1e9:.0f} GFLOP/s")
+
+
+def head() -> None:
+    """Peak memory of the head's log-probs and their gradient, 4 rows of 2048, against logits that stand whole."""
+    width, vocab, rows, columns = 896, 151_936, 4, 2048
+    hidden, table = (
+        jax.ShapeDtypeStruct((rows, columns, width), jnp.float32),
+        jax.ShapeDtypeStruct((vocab, width), jnp.float32),
     )
-    made = int(run(decode_params, requests).action_mask.sum())
-    prompt = torch.tensor(tokens, dtype=torch.long)
+    tokens = jax.ShapeDtypeStruct((rows, columns), jnp.int32)
 
-    def reference():
-        with torch.no_grad():
-            theirs.generate(
-                prompt, max_new_tokens=new, do_sample=True, top_k=0, output_scores=True, return_dict_in_generate=True
-            )
+    def naive(hidden, table, tokens):
+        logits = jnp.einsum("ntd,vd->ntv", hidden, table)
+        return jnp.take_along_axis(jax.nn.log_softmax(logits), tokens[..., None], -1).sum()
 
-    found = interleaved(
-        {"ours": lambda: jax.block_until_ready(run(decode_params, requests)), "transformers": reference}, repeats
+    def chunked(hidden, table, tokens):
+        one = lambda h, t: token_scores(jnp.einsum("ntd,vd->ntv", h, table), t, jnp.ones((rows,))).logprobs
+        return by_columns(one, hidden, tokens, chunk=256).sum()
+
+    given = (hidden, table, tokens)
+    compiled = lambda function: jax.jit(jax.grad(function, (0, 1))).lower(*given).compile()
+    ours, theirs = (compiled(function).memory_analysis().temp_size_in_bytes for function in (chunked, naive))
+    print(
+        f"head, V = {vocab}, width {width}, 4 rows of 2048, in chunks of 256: temporaries {ours / 2**20:.0f} MiB of "
+        f"{theirs / 2**20:.0f} MiB, 1/{theirs / ours:.1f}"
     )
-    ours, peer = made / found["ours"], rows * new / found["transformers"]
-    print(f"generate {rows:4} rows × {new}: {ours:7.1f} tokens/s, transformers {peer:7.1f}, ratio {ours / peer:.2f}")
-
-
-def bench_update(theirs, model, params, repeats: int, rows: int = 16, columns: int = 96) -> None:
-    tokens = np.random.default_rng(1).integers(100, 49000, (rows, columns)).astype(np.int32)
-    ones = jnp.ones_like(tokens)
-    loss = lambda p: -score(p, jnp.asarray(tokens), ones, model=model).logprobs.mean()
-    gradient = jax.jit(jax.grad(loss))
-    labels = torch.tensor(tokens, dtype=torch.long)
-
-    def reference():
-        theirs.zero_grad()
-        theirs(labels, labels=labels).loss.backward()
-
-    found = interleaved({"ours": lambda: jax.block_until_ready(gradient(params)), "torch": reference}, repeats)
-    ours, peer = (rows * columns / found[name] for name in ("ours", "torch"))
-    print(f"gradient {rows:4} rows × {columns}: {ours:7.1f} tokens/s, torch {peer:7.1f}, ratio {ours / peer:.2f}")
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--rows", type=int, nargs="+", default=[8, 32])
-    parser.add_argument("--new", type=int, default=64)
+    parser.add_argument("what", nargs="*", default=WHAT, help=", ".join(WHAT))
+    parser.add_argument("--cache", type=Path, default=CACHE)
     parser.add_argument("--repeats", type=int, default=3)
     options = parser.parse_args()
-    theirs, model, params = make_models()
-    for rows in options.rows:
-        bench_generate(theirs, model, params, rows, options.new, options.repeats)
-    bench_update(theirs, model, params, options.repeats)
+    unknown = set(options.what) - set(WHAT)
+    if unknown:
+        sys.exit(f"unknown: {', '.join(unknown)}; there are {', '.join(WHAT)}")
+    with contextlib.ExitStack() as stack:
+        ours = Ours(model_directory(options.cache))
+        peer = lambda name: stack.enter_context(Peer(name, cache=options.cache))
+        both = {"generate": generate, "group": group, "long_tail": tail}
+        wanted = [name for name in WHAT if name in options.what]
+        torch = peer("transformers") if set(wanted) - {"head"} else None
+        tunix = peer("tunix") if both.keys() & set(wanted) else None
+        for name in wanted:
+            if name in both:
+                both[name](ours, tunix, torch, options.repeats)
+            elif name == "head":
+                head()
+            else:
+                learn(name, ours, torch, options.repeats)
 
 
 if __name__ == "__main__":
