@@ -45,10 +45,20 @@ def across(x: jax.Array, layout: Sharding) -> jax.Array:
     for device in flat.addressable_devices - parts.keys():
         parts[device] = jnp.zeros(found.source, x.dtype, device=device)
     whole = (flat.mesh.size * found.source[0], *found.source[1:])
-    made = program(jax.make_array_from_single_device_arrays(whole, flat, list(parts.values()), dtype=x.dtype))
+    made = settled(program(jax.make_array_from_single_device_arrays(whole, flat, list(parts.values()), dtype=x.dtype)))
     shape = layout.shard_shape(x.shape)
     own = [shard.data.reshape(shape) for shard in made.addressable_shards if shard.device in layout.device_set]
     return jax.make_array_from_single_device_arrays(x.shape, layout, own, dtype=x.dtype)
+
+
+def settled(x: jax.Array) -> jax.Array:
+    """x; on CPUs once it is there.
+
+    Devices run programs one after another, CPUs some beside each other: where two wait for other processes, each can hold
+    the threads that the other one needs there, and both wait for ever.
+    """
+    on_cpu = next(iter(x.sharding.device_set)).platform == "cpu"
+    return x.block_until_ready() if on_cpu else x
 
 
 @functools.cache

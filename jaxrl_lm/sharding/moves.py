@@ -12,7 +12,7 @@ import jax
 import jax.numpy as jnp
 from jax.sharding import Sharding
 
-from jaxrl_lm.sharding.across import Box, across, box_of
+from jaxrl_lm.sharding.across import Box, across, box_of, settled
 
 HOST = "pinned_host"  # the kind of memory that devices read and write without a copy of the host's own
 DEVICE = "device"
@@ -74,14 +74,16 @@ def _moved(x: jax.Array, layout: Sharding) -> jax.Array:
     several, is_key = jax.process_count() > 1, jax.dtypes.issubdtype(x.dtype, jax.dtypes.prng_key)
     # Keys are few bytes, and JAX takes them apart itself.
     if x.sharding.device_set == layout.device_set or (is_key and not several):
-        return jax.device_put(x, layout)
+        moved = jax.device_put(x, layout)
+        return settled(moved) if several and not is_key else moved
     if not several:
         return _reassembled(x, layout)
     if is_key:
         return jax.random.wrap_key_data(_moved(jax.random.key_data(x), layout), impl=jax.random.key_impl(x))
     # Only devices send and receive.
     source, target = (one.with_memory_kind(DEVICE) for one in (x.sharding, layout))
-    return jax.device_put(across(jax.device_put(x, source), target), layout)
+    x = settled(jax.device_put(settled(x), source))
+    return settled(jax.device_put(across(x, target), layout))
 
 
 def _reassembled(x: jax.Array, layout: Sharding) -> jax.Array:
