@@ -10,7 +10,7 @@ from typing import Any
 from jax.extend.core import ClosedJaxpr, Jaxpr
 
 
-def count_flops(jaxpr: Jaxpr | ClosedJaxpr, *, while_trips: tuple[float, ...] = ()) -> float:
+def count_flops(jaxpr: Jaxpr | ClosedJaxpr, *, while_trips: tuple[int | float, ...] = ()) -> float:
     """2 · batch · M · N · K of every matrix product, times its runs; of a `cond` the most expensive branch.
 
     `while_trips` is how often a while loop runs, and one inside of it, and so on, which the code does not say. Raises
@@ -20,7 +20,7 @@ def count_flops(jaxpr: Jaxpr | ClosedJaxpr, *, while_trips: tuple[float, ...] = 
     return math.fsum(_equation_flops(equation, while_trips) for equation in jaxpr.eqns)
 
 
-def _equation_flops(equation: Any, while_trips: tuple[float, ...]) -> float:
+def _equation_flops(equation: Any, while_trips: tuple[int | float, ...]) -> float:
     name, params = equation.primitive.name, equation.params
     if name == "dot_general":
         (contracted, _), _ = params["dimension_numbers"]

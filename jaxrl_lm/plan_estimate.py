@@ -55,7 +55,7 @@ class Work:
         m = self.model
         return m.hidden_size * (2 * (m.num_heads + m.num_kv_heads) * m.head_dim + 3 * m.intermediate_size)
 
-    def layers_flops(self, rows: int, queries: int, keys: float) -> float:
+    def layers_flops(self, rows: int, queries: int, keys: int | float) -> float:
         """2 · weights a token, and 4 · heads · width for each pair of a query and a key, masked ones too."""
         m = self.model
         pairs = 4.0 * m.num_heads * m.head_dim * queries * keys

@@ -151,7 +151,7 @@ def test_generation_reads_weights_laid_out_for_it(programs, plan, config):
     (weights, *_), _ = programs.generate.input_shardings
     expected = plan.for_decode().tree(decode_specs(config))
     assert_laid_out(weights, expected, decode_shapes(config))
-    assert weights["layers"][0]["gate_up"]["kernel"].spec == P(None, "tensor")
+    assert weights["layers"][0]["gate_up"]["kernel"].spec == P(None, "tensor", None)
     assert all(layout.spec == P("fsdp") for layout in jax.tree.leaves(programs.generate.output_shardings))
 
 

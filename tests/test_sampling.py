@@ -79,7 +79,7 @@ def test_a_draw_depends_on_its_row_and_key_only():
     logits = jnp.float32(rng.normal(size=(16, 200)))
     keys = jax.random.split(jax.random.key(4), 16)
     order = rng.permutation(16)
-    one_draw = jax.jit(categorical)
+    one_draw = jax.jit(lambda logits, keys: categorical(logits, keys)[0])
     tokens = np.asarray(one_draw(logits, keys))
     np.testing.assert_array_equal(tokens[order], one_draw(logits[order], jax.random.clone(keys)[order]))
     same_logits = np.asarray(one_draw(jnp.broadcast_to(logits[:1], logits.shape), jax.random.clone(keys)))

@@ -14,7 +14,7 @@ import pytest
 from test_generate import EOS, random_params, requests, same
 
 from jaxrl_lm.config import SamplingConfig
-from jaxrl_lm.generate import collect, decode, fork, generate, prepare_decode, read_prompts, start
+from jaxrl_lm.generate import Prefixes, collect, decode, fork, generate, prepare_decode, read_prompts, start
 from jaxrl_lm.models import build
 from jaxrl_lm.models import decode as decoding
 from jaxrl_lm.score import score
@@ -273,8 +273,8 @@ def test_several_tokens_at_once_are_one_after_another(model, params, weights):
     lengths = np.array([4, 1, 3], np.int32)
     tokens = np.random.default_rng(5).integers(10, 48, (3, 12)).astype(np.int32)
     cache = decoding.prefill(weights, jnp.asarray(tokens[:, :4]), jnp.asarray(lengths), model=model)
-    room = lambda x: jnp.pad(x, ((0, 0), (0, 0), (0, 8), (0, 0)))
-    cache = cache._replace(layers=jax.tree.map(room, cache.layers))
+    more = lambda x, axis: jnp.pad(x, [(0, 8 if a == axis else 0) for a in range(4)])
+    cache = cache._replace(layers=tuple((more(k, 3), more(v, 2)) for k, v in cache.layers))
     full = model.hidden(
         params, jnp.asarray(tokens), jnp.broadcast_to(jnp.arange(12), (3, 12)), jnp.ones((3, 12), jnp.int32)
     )
@@ -283,7 +283,7 @@ def test_several_tokens_at_once_are_one_after_another(model, params, weights):
         part = np.stack([np.resize(row[at : at + width], width) for row, at in zip(tokens, done, strict=True)])
         hidden, cache = decoding.extend(weights, jnp.asarray(part), cache, model=model, count=jnp.asarray(count))
         for row, (at, number) in enumerate(zip(done, count, strict=True)):
-            np.testing.assert_allclose(hidden[row, :number], full[row, at : at + number], atol=5e-6)
+            np.testing.assert_allclose(hidden[:, row, :number].T, full[row, at : at + number], atol=5e-6)
         done += count
         np.testing.assert_array_equal(cache.lengths, done)
 
@@ -308,5 +308,7 @@ def test_each_part_of_a_mesh_has_slots_of_its_own(tiny_config, sampler, params, 
     with pytest.raises(ValueError, match="decode_slots=7 does not divide over"):
         generate(weights, given, model=model, sampling=slots(7))
     odd = asked(keys=jax.random.split(jax.random.key(0), 12), prompts=slice(3), limits=1, temperature=1.0)
+    layers = tuple((jnp.zeros((3, 2, 8, COLUMNS)), jnp.zeros((3, 2, COLUMNS, 8))) for _ in range(2))
+    prefixes = Prefixes(decoding.Cache(layers, jnp.ones((3,), jnp.int32)), jnp.ones((3,), jnp.int32))
     with pytest.raises(ValueError, match="decode_slots=4: 3 prompts, whose rows wait for a slot, does not divide over"):
-        generate(weights, odd, model=model, sampling=slots(4))
+        jax.eval_shape(functools.partial(start, model=model, sampling=slots(4)), prefixes, odd)

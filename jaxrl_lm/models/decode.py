@@ -200,8 +200,13 @@ def _turned(x, cos, sin):
 
 
 def next_logits(params: Params, hidden: Float[Array, "D W"], *, model: Model) -> Float[Array, "W V"]:
-    """Float32 logits of the next token of each row."""
-    return model.unembed(params, hidden.T)
+    """Float32 logits of the next token of each row, each device with its own part of the vocabulary."""
+    table = params["embed" if model.config.tie_embeddings else "lm_head"]["table"].astype(hidden.dtype)
+    plan = None if model.plan is None else model.plan.for_logits()
+    if plan is not None:
+        table, hidden = plan.constrain(table, ("vocab", "vocab_embed")), plan.constrain(hidden, (None, "batch"))
+    logits = jnp.einsum("vd,dw->vw", table, hidden, preferred_element_type=jnp.float32).T
+    return logits if plan is None else plan.constrain(logits, ("batch", "vocab"))
 
 
 def attend_filled(
@@ -225,10 +230,10 @@ def attend_filled(
 
     rows, columns, heads, width = q.shape
     room, groups = k.shape[3], k.shape[1]
-    q = q.reshape(rows, columns, groups, heads // groups, width)
+    q = jnp.moveaxis(q.reshape(rows, columns, groups, heads // groups, width), 1, 3)
 
     def logits(k, start):
-        found = jnp.einsum("wtcgk,wcks->wcgts", q, k, preferred_element_type=jnp.float32) * width**-0.5
+        found = jnp.einsum("wcks,wcgtk->wcgts", k, q, preferred_element_type=jnp.float32) * width**-0.5
         return jnp.where(sees(start, k.shape[3])[:, None, None], found, MASKED)
 
     read = lambda weights, v: jnp.einsum(
