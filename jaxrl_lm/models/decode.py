@@ -103,8 +103,9 @@ def decode_specs(config: ModelConfig) -> dict[str, Any]:
 
 # --- the forward pass -------------------------------------------------------------------------------------------------
 
-Attention = Callable[..., Float[Array, "W T h"]]  # of queries [W T h K], keys [W c K S] and values [W c S K]
-Store = Callable[..., tuple[Any, Any]]  # a layer's old keys and values, and the new ones as these
+# What of a layer differs: of its old keys and values, and new queries [W T h K], keys and values [W c T K], what the queries
+# read [W T hK], and the keys and values that the cache has then.
+Mixer = Callable[..., tuple[Float[Array, "W T hK"], tuple[Any, Any]]]
 
 
 def prefill(params: Params, tokens: Int32[Array, "P T"], lengths: Int32[Array, "P"], *, model: Model) -> Cache:
@@ -115,14 +116,15 @@ def prefill(params: Params, tokens: Int32[Array, "P T"], lengths: Int32[Array, "
     sees = lambda *queries: visible(*queries, places, segments, model.config.sliding_window)
     parts = -(-columns * columns // PAIRS)
 
-    def attention(q, k, v):
-        k = k.swapaxes(2, 3)
+    def mix(_, q, k, v):
         if parts == 1:
-            return attend(q, k, v, sees(places, segments))
-        return attend_in_parts(q, k, v, sees, (places, segments), parts=parts)
+            out = attend(q, k, v, sees(places, segments))
+        else:
+            out = attend_in_parts(q, k, v, sees, (places, segments), parts=parts)
+        return out, (model.constrain_kv(k.swapaxes(2, 3)), model.constrain_kv(v))
 
     empty = (None,) * model.config.num_layers
-    _, layers = _run(params, tokens, places, empty, model, attention, lambda old, *new: new)
+    _, layers = _run(params, tokens, places, empty, model, mix)
     return Cache(layers, lengths)
 
 
@@ -137,19 +139,21 @@ def extend(
     columns = tokens.shape[1]
     places = cache.lengths[:, None] + jnp.arange(columns, dtype=jnp.int32)[None]
     filled = jnp.max(cache.lengths) + columns
-    attention = lambda q, k, v: attend_filled(q, k, v, places, filled, model.config.sliding_window)
 
     def put(old, new, axis):
         one = lambda old, new, start: jax.lax.dynamic_update_slice_in_dim(old, new, start, axis=axis)
         return jax.vmap(one)(old, new.astype(old.dtype), cache.lengths)
 
-    store = lambda old, k, v: (put(old[0], k, 2), put(old[1], v, 1))
-    hidden, layers = _run(params, tokens, places, cache.layers, model, attention, store)
+    def mix(old, q, k, v):
+        k, v = model.constrain_kv(put(old[0], k.swapaxes(2, 3), 2)), model.constrain_kv(put(old[1], v, 1))
+        return attend_filled(q, k, v, places, filled, model.config.sliding_window), (k, v)
+
+    hidden, layers = _run(params, tokens, places, cache.layers, model, mix)
     return hidden, Cache(layers, cache.lengths + (columns if count is None else count))
 
 
-def _run(params: Params, tokens, places, caches, model: Model, attention: Attention, store: Store):
-    """Hidden states [D W T] after the last norm, and each layer's keys and values as `store` leaves them.
+def _run(params: Params, tokens, places, caches, model: Model, mix: Mixer):
+    """Hidden states [D W T] after the last norm, and each layer's keys and values as `mix` leaves them.
 
     Features come first and rows last: on a CPU the products with few rows are faster so by a third.
     """
@@ -169,12 +173,11 @@ def _run(params: Params, tokens, places, caches, model: Model, attention: Attent
             q, k = norm(q, weights["q_norm"], 2), norm(k, weights["k_norm"], 2)
         q, k = _turned(q, cos, sin), _turned(k, cos, sin)
         q = jnp.einsum("cgkwt->wtcgk", q).reshape(*tokens.shape, -1, config.head_dim)
-        k, v = store(old, jnp.einsum("cgkwt->wckgt", k)[:, :, :, 0], jnp.einsum("cgkwt->wctgk", v)[:, :, :, 0])
-        k, v = model.constrain_kv(k), model.constrain_kv(v)
-        x = x + _linear("dh,wth->dwt", weights["o"], attention(q, k, v))
+        read, kv = mix(old, q, *(jnp.einsum("ckwt->wctk", new[:, 0]) for new in (k, v)))
+        x = x + _linear("dh,wth->dwt", weights["o"], read)
         gate, up = _linear("nfd,dwt->nfwt", weights["gate_up"], norm(x, weights["post_norm"]))
         x = model.constrain_features(x + _linear("df,fwt->dwt", weights["down"], jax.nn.silu(gate) * up))
-        layers.append((k, v))
+        layers.append(kv)
     return norm(x, cast(params["final_norm"])), tuple(layers)
 
 
@@ -205,7 +208,9 @@ def next_logits(params: Params, hidden: Float[Array, "D W"], *, model: Model) ->
     plan = None if model.plan is None else model.plan.for_logits()
     if plan is not None:
         table, hidden = plan.constrain(table, ("vocab", "vocab_embed")), plan.constrain(hidden, (None, "batch"))
-    logits = jnp.einsum("vd,dw->vw", table, hidden, preferred_element_type=jnp.float32).T
+    logits = jnp.einsum("vd,dw->vw", table, hidden, preferred_element_type=jnp.float32)
+    # XLA would turn the product round instead of the logits; on a CPU it is slower so, and has none for bfloat16.
+    logits = jax.lax.optimization_barrier(logits).T
     return logits if plan is None else plan.constrain(logits, ("batch", "vocab"))
 
 
