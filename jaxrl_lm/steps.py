@@ -287,6 +287,7 @@ def _generation(
     Weights for devices of their own are cast as they lie in training, so that none of it has more than its part of them.
     """
     bind, rollout, specs = functools.partial, placement.rollout, decode_specs(model.config)
+    sampled = placement.on_rollout(model).for_decode()  # first, for it says which heads the mesh would cut
     read, split, every = rollout.for_decode().tree(specs), rollout.rows, rollout.replicated
     laid = jax.jit(
         bind(lay_out, model=model, lora=lora),
@@ -298,7 +299,7 @@ def _generation(
         "prepare_decode": (lambda policy, base: move(laid(policy, base), read)) if placement.apart else laid,
         "row_keys": jax.jit(bind(row_keys, rows=rows), out_shardings=placement.train.rows),
         "generate": jax.jit(
-            bind(generate, model=placement.on_rollout(model).for_decode(), sampling=sampling),
+            bind(generate, model=sampled, sampling=sampling),
             in_shardings=(read, Requests(split, split, split, split, split, policy_step=every), every),
             out_shardings=split,
         ),

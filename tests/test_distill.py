@@ -37,8 +37,8 @@ KINDS = [("reverse", 1.0, 0.5), ("forward", 0.7, 0.5), ("jsd", 1.0, 0.3), ("jsd"
 class HeadOnly(Model):
     """A model without its layers; the width is its table's."""
 
-    def hidden(self, params, tokens, positions, segment_ids, cache=None, return_cache=False):
-        return params["embed"]["table"][tokens], None
+    def hidden(self, params, tokens, positions, segment_ids):
+        return params["embed"]["table"][tokens]
 
 
 def weights(seed, width=32, vocabulary=VOCABULARY):

@@ -45,11 +45,11 @@ LABEL_MASK = (LABELS >= 0) & VALID[:, None]
 class Causal(Model):
     """The state of a token is tanh of the embeddings of its segment up to it, each half as heavy as the next."""
 
-    def hidden(self, params, tokens, positions, segment_ids, cache=None, return_cache=False):
+    def hidden(self, params, tokens, positions, segment_ids):
         gap = jnp.asarray(AT[:, None] - AT)
         seen = (segment_ids[:, :, None] == segment_ids[:, None, :]) & (gap >= 0)[None]
         heavy = jnp.where(seen, 0.5 ** jnp.maximum(gap, 0)[None], 0.0)
-        return jnp.tanh(heavy @ params["embed"]["table"][tokens]), None
+        return jnp.tanh(heavy @ params["embed"]["table"][tokens])
 
 
 class Twin:

@@ -51,9 +51,9 @@ class HeadOnly(Model):
 
     calls = 0
 
-    def hidden(self, params, tokens, positions, segment_ids, cache=None, return_cache=False):
+    def hidden(self, params, tokens, positions, segment_ids):
         HeadOnly.calls += 1
-        return params["embed"]["table"][tokens], None
+        return params["embed"]["table"][tokens]
 
 
 @pytest.fixture(scope="module")

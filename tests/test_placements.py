@@ -401,7 +401,7 @@ def test_weights_under_an_adapter_leave_training_as_they_lie_there(files, monkey
     for one, expected in zip(jax.tree.leaves(there), jax.tree.leaves(here), strict=True):
         assert ids(one) == OTHERS
         np.testing.assert_array_equal(np.asarray(one, np.float32), np.asarray(expected, np.float32))
-    assert there["layers"][0]["mlp"]["gate_proj"]["kernel"].sharding.shard_shape((32, 64)) == (32, 32)
+    assert there["layers"][0]["gate_up"]["kernel"].sharding.shard_shape((2, 64, 32)) == (2, 32, 32)
 
 
 # --- errors -----------------------------------------------------------------------------------------------------------

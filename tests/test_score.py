@@ -49,8 +49,8 @@ def params(model):
 class HeadOnly(Model):
     """The tiny model without its layers: compiles fast, and what score() adds to a model is all there."""
 
-    def hidden(self, params, tokens, positions, segment_ids, cache=None, return_cache=False):
-        return params["embed"]["table"][tokens], None
+    def hidden(self, params, tokens, positions, segment_ids):
+        return params["embed"]["table"][tokens]
 
 
 @pytest.fixture(scope="module")
