@@ -155,7 +155,7 @@ def extend(
 def _run(params: Params, tokens, places, caches, model: Model, mix: Mixer):
     """Hidden states [D W T] after the last norm, and each layer's keys and values as `mix` leaves them.
 
-    Features come first and rows last: on a CPU the products with few rows are faster so by a third.
+    Features come first and rows last: on a CPU the products with few rows are faster so.
     """
     config = model.config
     cast = lambda tree: jax.tree.map(lambda leaf: leaf.astype(config.dtype), tree)
