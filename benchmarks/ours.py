@@ -3,16 +3,20 @@
 SmolLM2-135M-Instruct in float32 from the directory that all peers load. `limits` measures what the machine can do at most.
 """
 
+import dataclasses
 import functools
+import heapq
 import statistics
+import tempfile
 import time
 from pathlib import Path
 
 import jax
 import jax.numpy as jnp
-from peer_work import long_tail, prompts, sequences
+from peer_work import long_tail, prompts, questions, sequences
+from stepped import SteppedRun
 
-from jaxrl_lm.config import SamplingConfig
+from jaxrl_lm.config import GRPOConfig, SamplingConfig
 from jaxrl_lm.example import Example
 from jaxrl_lm.generate import collect, decode, prepare_decode, read_prompts, start
 from jaxrl_lm.models import load
@@ -29,6 +33,7 @@ class Ours:
     """The interface of peers.Peer for our own engine: `ask(task, **options)` gives seconds, tokens and more."""
 
     def __init__(self, directory: Path):
+        self.directory = directory
         self.model, self.params, _ = load(directory)
         self.weights = jax.jit(functools.partial(prepare_decode, model=self.model))(self.params)
         self.calls = {}
@@ -78,7 +83,31 @@ class Ours:
                 "tokens": int(rollout.action_mask.sum()),
                 "passes": int(passes),
                 "busy": int(busy) / int(passes) / slots,
+                "list_scheduling": list_scheduling(lengths, slots),
             }
+
+        return run
+
+    def grpo(self, *, completions: int = 16, group: int = 8, new: int = 32, share_prompt: bool = False):
+        """A whole step of `jaxrl_lm.train`, from one hand-over of completions to the next: `peer_trl.grpo`'s work."""
+        config = GRPOConfig(
+            model=str(self.directory),
+            dataset="questions",
+            output_dir=tempfile.mkdtemp(),
+            prompts_per_step=completions // group,
+            num_generations=group,
+            max_completion_length=new,
+            learning_rate=1e-6,
+            max_steps=1_000_000,
+            save_steps=0,
+            share_prompt=share_prompt,
+        )
+        stepped = SteppedRun(config, questions(64))
+        stepped.step()  # its update and sampling are compiled
+
+        def run():
+            stepped.step()
+            return {"completions": len(stepped.lengths), "tokens": sum(stepped.lengths)}
 
         return run
 
@@ -107,7 +136,9 @@ class Ours:
         count, tokens, segments, mask = self._packed(rows, low, high)
         options = {"max_grad_norm": 0.0, "weight_decay": 0.0, "b1": 0.9, "b2": 0.999, "eps": 1e-8}
         tx = make_optimizer(lambda _: 1e-6, **options)
-        loss = lambda p, t, s, m: -jnp.where(m, score(p, t, s, model=self.model).logprobs, 0.0).sum() / count
+        # What a run takes on a CPU where no option says otherwise.
+        model = dataclasses.replace(self.model, config=dataclasses.replace(self.model.config, remat="dots"))
+        loss = lambda p, t, s, m: -jnp.where(m, score(p, t, s, model=model).logprobs, 0.0).sum() / count
         gradient = jax.jit(
             lambda total, p, *given: jax.tree.map(jnp.add, total, jax.grad(loss)(p, *given)), donate_argnums=0
         )
@@ -129,6 +160,14 @@ class Ours:
             return {"tokens": count}
 
         return run
+
+
+def list_scheduling(lengths: list[int], slots: int) -> int:
+    """Passes until the last of these requests has ended, if each slot takes the next one as soon as it is free."""
+    free = [0] * slots
+    for length in lengths:
+        heapq.heapreplace(free, free[0] + length)
+    return max(free)
 
 
 def seconds(call, repeats: int = 5) -> float:

@@ -18,6 +18,7 @@ from jaxtyping import Array, Bool, Float, Int, Shaped
 from jaxrl_lm.models.config import LoraConfig, ModelConfig
 from jaxrl_lm.models.layers import (
     PAIRS,
+    PRODUCT,
     Block,
     Ends,
     Linear,
@@ -52,10 +53,12 @@ def _adapted(params: Params, path: tuple[str, ...] = ()) -> Adapted:
     return tuple(found for name, node in nodes for found in _adapted(node, (*path, name)))
 
 
-def _merge(config: ModelConfig, module: type, params: Params) -> Any:
-    """The NNX module with these arrays as its weights; only while tracing."""
+def _merge(config: ModelConfig, module: type, params: Params, *, alone: bool) -> Any:
+    """The NNX module with these arrays as its weights, `alone` on one device; only while tracing."""
     graph, specs = _graph(config, module, _adapted(params))
-    return nnx.merge(graph, nnx.State({name: params[name] for name in specs}))
+    merged = nnx.merge(graph, nnx.State({name: params[name] for name in specs}))
+    merged.set_attributes(alone=alone)
+    return merged
 
 
 def decoder_specs(config: ModelConfig, lora: LoraConfig | None = None) -> dict[str, Any]:
@@ -123,6 +126,11 @@ class Model:
         """The declaration of every weight, in the shape of the parameters."""
         return decoder_specs(self.config)
 
+    @property
+    def alone(self) -> bool:
+        """Whether one device has all of it."""
+        return self.plan is None or self.plan.mesh.size == 1
+
     def init(self, key: Shaped[Array, ""], dtype: str = "float32") -> Params:
         """Fresh parameters: normal with the config's initializer_range, norms 1, biases 0; a key a path."""
 
@@ -180,7 +188,9 @@ class Model:
         tokens, positions, segment_ids = (jnp.pad(x, room) for x in (tokens, positions, segment_ids))
         dtype = jnp.dtype(self.config.dtype)
         cast = lambda tree: jax.tree.map(lambda leaf: leaf.astype(dtype), tree)
-        ends = _merge(self.config, Ends, cast({name: leaf for name, leaf in params.items() if name != "layers"}))
+        ends = _merge(
+            self.config, Ends, cast({name: leaf for name, leaf in params.items() if name != "layers"}), alone=self.alone
+        )
         x = self.look_up(ends.embed.table[...], tokens)
         k_positions, k_segments = positions, segment_ids
         positions, segment_ids = self.constrain(positions), self.constrain(segment_ids)
@@ -194,7 +204,7 @@ class Model:
 
         def layer(x, weights):
             x = checkpoint_name(x, LAYER_INPUT)
-            x = _merge(self.config, Block, cast(weights))(x, angles, attention, self._gather_kv)
+            x = _merge(self.config, Block, cast(weights), alone=self.alone)(x, angles, attention, self._gather_kv)
             return self.constrain(x), None
 
         x, _ = jax.lax.scan(_remat(layer, self.config.remat), x, params["layers"])
@@ -205,12 +215,12 @@ class Model:
         cast = lambda tree: jax.tree.map(lambda leaf: leaf.astype(hidden.dtype), tree)
         split = cast({name: leaf for name, leaf in params.items() if name != "layers"})
         if self.plan is None or hidden.ndim not in (2, 3):
-            return _merge(self.config, Ends, split).unembed(hidden)
+            return _merge(self.config, Ends, split, alone=self.alone).unembed(hidden)
         plan, axes = self.plan.for_logits(), ("batch", "columns")[: hidden.ndim - 1]
         # The table's gradient too: where it is tied, XLA would give it the layout of the look-up's, and gather logits.
         name = "embed" if self.config.tie_embeddings else "lm_head"
         split[name] = {"table": plan.constrain(split[name]["table"], ("vocab", "vocab_embed"))}
-        logits = _merge(self.config, Ends, split).unembed(plan.constrain(hidden, (*axes, None)))
+        logits = _merge(self.config, Ends, split, alone=self.alone).unembed(plan.constrain(hidden, (*axes, None)))
         return plan.constrain(logits, (*axes, "vocab"))
 
 
@@ -220,7 +230,7 @@ def _remat(layer, policy: str):
     policies = jax.checkpoint_policies
     saveable = {
         "full": None,  # the layer's input alone is kept, and everything in it is computed again
-        "dots": policies.dots_with_no_batch_dims_saveable,
+        "dots": policies.save_only_these_names(PRODUCT),
         "offload": policies.save_and_offload_only_these_names(  # as full, with that input in the host's memory
             names_which_can_be_saved=[],
             names_which_can_be_offloaded=[LAYER_INPUT],

@@ -13,6 +13,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 from flax import nnx
+from jax.ad_checkpoint import checkpoint_name
 from jaxtyping import Array, Bool, Float, Shaped
 
 from jaxrl_lm.models.config import LinearRope, Llama3Rope, ModelConfig
@@ -34,8 +35,13 @@ def declare(shape: tuple[int, ...], axes: tuple[str | None, ...], init: str = "n
     return nnx.Param(ParamSpec(shape, axes, init))
 
 
+PRODUCT = "product"  # of a linear layer with its kernel, by the name that remat's "dots" keeps it
+
+
 class Linear(nnx.Module):
     """x @ kernel + bias; kernel [in, out]. With an adapter also + (x @ lora_a) @ lora_b, see `lora.py`."""
+
+    alone = False  # on one device
 
     def __init__(self, inputs: int, outputs: int, axes: tuple[str, str], bias: bool = False):
         self.kernel = declare((inputs, outputs), axes)
@@ -48,10 +54,17 @@ class Linear(nnx.Module):
         self.lora_b = declare((rank, spec.shape[1]), ("rank", spec.axes[1]), "zeros")
 
     def __call__(self, x: Float[Array, "... i"]) -> Float[Array, "... o"]:
-        out = x @ self.kernel[...]
+        out = checkpoint_name(self._product(x), PRODUCT)
         if hasattr(self, "lora_a"):
             out = out + (x @ self.lora_a[...]) @ self.lora_b[...]
         return out if self.bias is None else out + jnp.broadcast_to(self.bias[...], out.shape)
+
+    def _product(self, x: Float[Array, "... i"]) -> Float[Array, "... o"]:
+        kernel = self.kernel[...]
+        if not self.alone:  # rows and columns are split over axes of their own
+            return x @ kernel
+        # As one matrix: the kernel's gradient is then a plain product too, which XLA's CPU backend reads as it lies.
+        return (x.reshape(-1, x.shape[-1]) @ kernel).reshape(*x.shape[:-1], kernel.shape[1])
 
 
 def fold(params: Params) -> Params:
@@ -108,11 +121,12 @@ def attend(
 ) -> Float[Array, "N T hk"]:
     """Grouped-query attention; softmax in float32. h query heads share c key heads."""
     rows, columns, heads, width = q.shape
-    q = q.reshape(rows, columns, k.shape[1], heads // k.shape[1], width)
-    logits = jnp.einsum("ntcgk,ncsk->ncgts", q, k, preferred_element_type=jnp.float32) * width**-0.5
+    # Heads before columns: turned here once, not by each of the products and their gradients.
+    q = jnp.moveaxis(q.reshape(rows, columns, k.shape[1], heads // k.shape[1], width), 1, 3)
+    logits = jnp.einsum("ncgtk,ncsk->ncgts", q, k, preferred_element_type=jnp.float32) * width**-0.5
     weights = jax.nn.softmax(jnp.where(mask[:, None, None], logits, MASKED), axis=-1)
-    out = jnp.einsum("ncgts,ncsk->ntcgk", weights.astype(v.dtype), v)
-    return out.reshape(rows, columns, heads * width)
+    out = jnp.einsum("ncgts,ncsk->ncgtk", weights.astype(v.dtype), v)
+    return jnp.moveaxis(out, 3, 1).reshape(rows, columns, heads * width)
 
 
 PAIRS = 1 << 22  # of a query and a key, of one head and row on a device, whose attention weights exist at once
@@ -202,6 +216,8 @@ class Table(nnx.Module):
 class Ends(nnx.Module):
     """What stands before and after the layers."""
 
+    alone = False  # on one device
+
     def __init__(self, config: ModelConfig):
         self.embed = Table(config)
         self.final_norm = RMSNorm(config.hidden_size, config.rms_norm_eps)
@@ -209,4 +225,10 @@ class Ends(nnx.Module):
 
     def unembed(self, hidden: Float[Array, "... d"]) -> Float[Array, "... V"]:
         table = (self.embed if self.lm_head is None else self.lm_head).table[...]
+        if self.alone and jax.default_backend() == "cpu":
+            # Turned apart from the product: in its gradient the table is then turned, and not the logits.
+            turned = jax.lax.optimization_barrier(table.T)
+            flat = hidden.reshape(-1, hidden.shape[-1])
+            logits = jnp.matmul(flat, turned, preferred_element_type=jnp.float32)
+            return logits.reshape(*hidden.shape[:-1], -1)
         return jnp.einsum("...d,vd->...v", hidden, table, preferred_element_type=jnp.float32)
