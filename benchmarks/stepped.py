@@ -50,3 +50,8 @@ class SteppedRun:
         """One step's work; after the config's last hand-over the run ends."""
         self.go.release()
         self._wait()
+
+    def finish(self) -> None:
+        """Lets the run take its last step; its result is then in `run`."""
+        self.step()
+        self.thread.join()
