@@ -69,6 +69,7 @@ LEAST = {
     "critic_warmup_steps": 0,
     "lora_rank": 1,
     "seeds": 1,
+    "decode_chunk": 1,
     "teacher_coef": 0,
     "mix_beta": 0,
 } | process_checks.LEAST

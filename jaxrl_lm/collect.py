@@ -12,6 +12,7 @@ import jax
 import numpy as np
 from jaxtyping import Bool, Float64
 
+from jaxrl_lm.beside import Beside
 from jaxrl_lm.clock import Clock
 from jaxrl_lm.evaluate import CORRECT, reward_table
 from jaxrl_lm.host import Host
@@ -109,19 +110,10 @@ def _sample(
     calls, tables = [], []
     for _ in range(config.oversample):
         host.calls += 1
-        with clock("generate"):
-            sampled = setup.sampler(
-                decode_params,
-                key,
-                setup.prompts,
-                indices,
-                purpose=TRAIN,
-                step=host.calls,
-                temperature=config.temperature,
-                policy_step=policy_step,
-            )
-        with clock("reward"):
-            tables.append(reward_table(setup.rewards, sampled, group))
+        sampled, values = _sample_and_judge(
+            setup, decode_params, key, indices, call=host.calls, policy_step=policy_step, clock=clock
+        )
+        tables.append(values)
         calls.append(sampled)
     judged = lambda sampled, values: Judged(sampled, indices, values, *_combine(setup, values, group))
     every = [judged(sampled, values) for sampled, values in zip(calls, tables, strict=True)]
@@ -140,6 +132,27 @@ def _sample(
     chosen = np.take_along_axis(values, columns[:, :, None], axis=1).reshape(count * group, -1)
     sampled = join(parts, rows=config.prompts_per_step * group, pad_token_id=setup.sampler.pad_token_id)
     return judged(_placed(setup, sampled), chosen), every
+
+
+def _sample_and_judge(
+    setup: Setup, decode_params, key, indices: list[int], *, call: int, policy_step: int, clock: Clock
+) -> tuple[Sampled, np.ndarray]:
+    """G completions of each prompt and their rewards [n F]; the latter while others still decode, with decode_chunk."""
+    config, group = setup.config, setup.config.num_generations
+    options = {"temperature": config.temperature, "policy_step": policy_step}
+    given = (decode_params, key, setup.prompts, indices)
+    if config.decode_chunk is None:
+        with clock("generate"):
+            sampled = setup.sampler(*given, purpose=TRAIN, step=call, **options)
+        with clock("reward"):
+            return sampled, reward_table(setup.rewards, sampled, group)
+    with Beside(setup.rewards, setup.prompts, indices, tokenizer=setup.tokenizer, group_size=group) as beside:
+        with clock("generate"):
+            sampled = setup.sampler(*given, purpose=TRAIN, step=call, beside=beside, **options)
+        with clock("reward"):  # what is left of them
+            values = beside.table(sampled)
+    clock.beside["reward"] += beside.seconds
+    return sampled, values
 
 
 def _combine(setup: Setup, values: Float64[np.ndarray, "n F"], group: int):
