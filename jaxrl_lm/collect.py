@@ -42,12 +42,29 @@ class Collected(NamedTuple):
     generated: int  # tokens, those of dropped completions too
     prompt_tokens: int
     steps: StepRewards | None  # of the judged rows
+    fresh: list[Judged]  # all that was sampled, until it is `settle`d
 
 
 def collect(
     setup: Setup, host: Host, decode_params: Any, key: jax.Array, *, step: int, policy_step: int, clock: Clock
 ) -> Collected:
-    """Samples until `prompts_per_step` groups are there to learn from, or the bound on batches is met."""
+    """`draw`, settled at once."""
+    return settle(setup, host, draw(setup, host, decode_params, key, step=step, policy_step=policy_step, clock=clock))
+
+
+def settle(setup: Setup, host: Host, drawn: Collected) -> Collected:
+    """What was drawn, with all metrics; the host remembers its outcomes, for the prompts of later steps."""
+    _remember(setup, host, drawn.fresh)
+    return drawn._replace(metrics=_metrics(setup, host, drawn.fresh) | drawn.metrics, fresh=[])
+
+
+def draw(
+    setup: Setup, host: Host, decode_params: Any, key: jax.Array, *, step: int, policy_step: int, clock: Clock
+) -> Collected:
+    """Samples until `prompts_per_step` groups are there to learn from, or the bound on batches is met.
+
+    Of the host it moves only what says which prompts, calls and replayed groups come next.
+    """
     config, dynamic = setup.config, setup.algorithm.dynamic_sampling
     replayed = host.replay.take(config.replay_groups, policy_step=policy_step) if host.replay else []
     missing = config.prompts_per_step - len(replayed)
@@ -63,8 +80,7 @@ def collect(
         missing -= len(chosen)
         if missing == 0:
             break
-    _remember(setup, host, fresh)
-    metrics = _metrics(setup, host, fresh)
+    metrics = {}
     if dynamic:
         metrics["dynamic_sampling/batches"] = float(len(kept))
         metrics["dynamic_sampling/kept_share"] = sum(len(chosen) for _, chosen in kept) / (count * len(kept))
@@ -98,6 +114,7 @@ def collect(
         generated=more + sum(len(ids) for one in fresh for ids in one.sampled.completion_ids),
         prompt_tokens=config.num_generations * sum(len(setup.prompts.ids[index]) for index in asked),
         steps=steps,
+        fresh=fresh,
     )
 
 

@@ -32,8 +32,8 @@ def weights(model):
     return prepare_decode(random_params(model), model=model)
 
 
-@pytest.mark.parametrize("slots", [None, 6])
-def test_chunks_give_the_bits_of_one_run_and_show_each_row_once_it_has_ended(model, weights, slots):
+@pytest.mark.parametrize(("slots", "passes"), [(None, 1), (6, 5)])
+def test_chunks_give_the_bits_of_one_run_and_show_each_row_once_it_has_ended(model, weights, slots, passes):
     sampling = SamplingConfig(max_new_tokens=NEW, eos_token_ids=EOS, pad_token_id=0, slots=slots)
     asked = requests(
         TOKENS, SEGMENTS, keys=jax.random.split(jax.random.key(0), ROWS), max_new=LIMITS, temperature=TEMPERATURE
@@ -41,21 +41,23 @@ def test_chunks_give_the_bits_of_one_run_and_show_each_row_once_it_has_ended(mod
     parts = {"model": model, "sampling": sampling}
     whole = jax.jit(functools.partial(generate, **parts))(weights, asked)
     mask = np.asarray(whole.action_mask)[:, COLUMNS:]
-    lengths, begin = mask.sum(1), jax.jit(functools.partial(chunks.begin, **parts))
-    for passes in (1, 3, 100):
-        advance = jax.jit(functools.partial(chunks.advance, passes=passes, **parts), donate_argnums=2)
-        compiled = chunks.Chunks(begin, advance, functools.partial(collect, sampling=sampling))
-        seen = []
-        rollout = chunks.sample_in_chunks(compiled, weights, asked, watch=lambda *one, seen=seen: seen.append(one))
-        same(whole, rollout)
-        assert len({ended.sum() for ended, _, _ in seen}) == len(seen)
-        assert seen[-1][0].all()
-        for ended, tokens, action_mask in seen:  # what has been shown of an ended row is whole
-            np.testing.assert_array_equal(action_mask[ended], mask[ended])
-            kept = np.where(mask, np.asarray(whole.tokens)[:, COLUMNS:], 0)
-            np.testing.assert_array_equal(np.where(action_mask, tokens, 0)[ended], kept[ended])
-        if slots is None:  # a row of n tokens ends in pass n
-            done = [-(-lengths // passes) <= number for number in range(1, NEW // passes + 2)]
-            assert [one[0].tolist() for one in seen] == [
-                one.tolist() for n, one in enumerate(done) if n == 0 or one.sum() > done[n - 1].sum()
-            ]
+    lengths = mask.sum(1)
+    compiled = chunks.Chunks(
+        jax.jit(functools.partial(chunks.begin, **parts)),
+        jax.jit(functools.partial(chunks.advance, passes=passes, **parts), donate_argnums=2),
+        functools.partial(collect, sampling=sampling),
+    )
+    seen = []
+    rollout = chunks.sample_in_chunks(compiled, weights, asked, watch=lambda *one: seen.append(one))
+    same(whole, rollout)
+    counts = [ended.sum() for ended, _, _ in seen]
+    assert counts == sorted(set(counts))
+    assert counts[-1] == ROWS
+    for ended, tokens, action_mask in seen:  # what has been shown of an ended row is whole
+        np.testing.assert_array_equal(action_mask[ended], mask[ended])
+        kept = np.where(mask, np.asarray(whole.tokens)[:, COLUMNS:], 0)
+        np.testing.assert_array_equal(np.where(action_mask, tokens, 0)[ended], kept[ended])
+    if slots is None:  # a row of n tokens ends in pass n, and is shown after it
+        done = [lengths <= number for number in range(1, NEW + 1)]
+        later = [n for n in range(NEW) if n == 0 or done[n].sum() > done[n - 1].sum()]
+        assert [ended.tolist() for ended, _, _ in seen] == [done[n].tolist() for n in later]
