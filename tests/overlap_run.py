@@ -159,10 +159,9 @@ def main(directory):
         found["chunks"] = {"same": same(plain, chunked), "batches": batches, "in_time": in_time}
         found["chunks"]["times"] = sorted(name for name in chunked.metrics[0] if name.startswith("time/"))
         found["chunk_fails"] = failing("chunk_fails", 6, decode_chunk=6)
-        found["fails"] = failing("fails", 2)
 
-        ahead = {"max_off_policy_steps": 1}
-        straight, found["beside_update"] = in_flight(given("straight", max_steps=4, **ahead))
+        ahead = {"max_off_policy_steps": 1, "max_steps": 3}
+        straight, found["beside_update"] = in_flight(given("straight", **ahead))
         found["lag"] = [row["sampling/off_policy_steps"] for row in straight.metrics]
         found["policy_step"] = [table[0]["policy_step"][0] for table in facts(straight.directory)[1]]
         found["ratio"] = [row["sampling/importance_ratio/max"] for row in straight.metrics]
@@ -170,14 +169,13 @@ def main(directory):
         found["on_policy"] = [table[0]["policy_step"][0] for table in facts(plain.directory)[1]]
         found["first_step_as_ever"] = facts(plain.directory)[1][0] == facts(straight.directory)[1][0]
 
-        go("longer", max_steps=2, **ahead)
-        found["longer"] = same(straight, go("longer", max_steps=4, **ahead))
-        tiny_run.CALLS[:] = [at_call(3, lambda: os.kill(os.getpid(), signal.SIGTERM))]  # while batch 3 is in flight
-        stopped = go("stopped", max_steps=4, **ahead)
+        tiny_run.CALLS[:] = [at_call(2, lambda: os.kill(os.getpid(), signal.SIGTERM))]  # while batch 2 is in flight
+        stopped = go("stopped", **ahead)
         tiny_run.CALLS.clear()
-        found["stopped"] = [stopped.step, stopped.interrupted, same(straight, go("stopped", max_steps=4, **ahead))]
-        found["flight_fails"] = failing("flight_fails", 3, max_steps=4, **ahead)
-        after = go("flight_fails", max_steps=4, **ahead)
+        go("stopped", **ahead | {"max_steps": 2})
+        found["stopped"] = [stopped.step, stopped.interrupted, same(straight, go("stopped", **ahead))]
+        found["flight_fails"] = failing("flight_fails", 3, **ahead)
+        after = go("flight_fails", **ahead)
         found["after_failure"] = [row["sampling/off_policy_steps"] for row in after.metrics]
     print(json.dumps(found))
 
