@@ -77,6 +77,17 @@ class ProcessOptions:
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
+class OverlapOptions:
+    """What of a step runs beside what. See docs/overlap.md."""
+
+    decode_chunk: int | None = None
+    """Passes of decoding after which the host hands completions that have ended to the reward functions. None: at the
+    end."""
+    max_off_policy_steps: int = 0
+    """1: the next batch is sampled, by the weights before the update, while this one is learned from; 0: after it."""
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
 class MixOptions:
     """Other losses in the same update: streams of given rows, and a teacher. See docs/mixed_objectives.md."""
 

@@ -205,7 +205,7 @@ def make_batch_rules(config: GRPOConfig, algorithm: algos.Preset, tokenizer) -> 
         over=algorithm.loss_agg_mode,
         length=_most_actions(config),
         mask_truncated=config.mask_truncated_completions,
-        keep_old=not sampler or updates_per_step(config) > 1,
+        keep_old=not sampler or updates_per_step(config) > 1 or config.max_off_policy_steps > 0,
         actions=config.actions,
         ngram=config.ngram,
         sampler_correction=algorithm.sampler_correction,
@@ -224,8 +224,8 @@ def make_batch_rules(config: GRPOConfig, algorithm: algos.Preset, tokenizer) -> 
         cov_high=config.cov_high,
         kl_cov_coef=config.kl_cov_coef,
     )
-    if not sampler or config.sampler_correction == "none":
-        return rule, rule
+    if not sampler or config.sampler_correction == "none" or config.max_off_policy_steps:
+        return rule, rule  # of older weights the gap says nothing of the sampler
     correction = "token_truncate" if rule.sampler_correction == "none" else rule.sampler_correction
     return rule, dataclasses.replace(rule, keep_old=True, sampler_correction=correction)
 

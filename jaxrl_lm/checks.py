@@ -8,70 +8,74 @@ import math
 from collections.abc import Sequence
 from typing import Any
 
-from jaxrl_lm import algos, process_checks
+from jaxrl_lm import algos, overlap_checks, process_checks
 from jaxrl_lm.config import GRPOConfig
 from jaxrl_lm.encode import EncodedPrompts
 from jaxrl_lm.rewards import RewardFunction, route
 
 # The least value that an option may have.
-LEAST = {
-    "prompts_per_step": 1,
-    "num_generations": 1,
-    "max_drift": 0,
-    "kl_token_power": 0,
-    "kl_cov_coef": 0,
-    "sampler_correction_cap": 0,
-    "token_scale_kappa": 1,
-    "token_scale_alpha": 0,
-    "lam": 0,
-    "max_completion_length": 1,
-    "num_iterations": 1,
-    "minibatch_completions": 1,
-    "microbatch_completions": 1,
-    "max_steps": 1,
-    "num_epochs": 0,
-    "seed": 0,
-    "beta": 0,
-    "epsilon": 0,
-    "epsilon_high": 0,
-    "max_grad_norm": 0,
-    "weight_decay": 0,
-    "learning_rate": 0,
-    "warmup_steps": 0,
-    "eval_steps": 0,
-    "eval_limit": 1,
-    "eval_num_generations": 1,
-    "probe_prompts": 0,
-    "save_steps": 0,
-    "completions_steps": 0,
-    "score_chunk": 1,
-    "ngram": 1,
-    "pass_k": 1,
-    "overlong_buffer": 0,
-    "length_penalty": 0,
-    "unlikeliness": 0,
-    "max_sampler_gap": 0,
-    "sampler_correction_floor": 0,
-    "kl_horizon": 1,
-    "reference_reset_steps": 1,
-    "max_approx_kl": 0,
-    "kl_budget": 0,
-    "entropy_coef": 0,
-    "target_entropy": 0,
-    "entropy_coef_step": 0,
-    "entropy_coef_max": 0,
-    "dynamic_sampling_batches": 1,
-    "oversample": 1,
-    "replay_groups": 0,
-    "replay_size": 1,
-    "replay_max_age": 1,
-    "vf_coef": 0,
-    "critic_warmup_steps": 0,
-    "lora_rank": 1,
-    "seeds": 1,
-    "teacher_coef": 0,
-    "mix_beta": 0,
-} | process_checks.LEAST
+LEAST = (
+    {
+        "prompts_per_step": 1,
+        "num_generations": 1,
+        "max_drift": 0,
+        "kl_token_power": 0,
+        "kl_cov_coef": 0,
+        "sampler_correction_cap": 0,
+        "token_scale_kappa": 1,
+        "token_scale_alpha": 0,
+        "lam": 0,
+        "max_completion_length": 1,
+        "num_iterations": 1,
+        "minibatch_completions": 1,
+        "microbatch_completions": 1,
+        "max_steps": 1,
+        "num_epochs": 0,
+        "seed": 0,
+        "beta": 0,
+        "epsilon": 0,
+        "epsilon_high": 0,
+        "max_grad_norm": 0,
+        "weight_decay": 0,
+        "learning_rate": 0,
+        "warmup_steps": 0,
+        "eval_steps": 0,
+        "eval_limit": 1,
+        "eval_num_generations": 1,
+        "probe_prompts": 0,
+        "save_steps": 0,
+        "completions_steps": 0,
+        "score_chunk": 1,
+        "ngram": 1,
+        "pass_k": 1,
+        "overlong_buffer": 0,
+        "length_penalty": 0,
+        "unlikeliness": 0,
+        "max_sampler_gap": 0,
+        "sampler_correction_floor": 0,
+        "kl_horizon": 1,
+        "reference_reset_steps": 1,
+        "max_approx_kl": 0,
+        "kl_budget": 0,
+        "entropy_coef": 0,
+        "target_entropy": 0,
+        "entropy_coef_step": 0,
+        "entropy_coef_max": 0,
+        "dynamic_sampling_batches": 1,
+        "oversample": 1,
+        "replay_groups": 0,
+        "replay_size": 1,
+        "replay_max_age": 1,
+        "vf_coef": 0,
+        "critic_warmup_steps": 0,
+        "lora_rank": 1,
+        "seeds": 1,
+        "teacher_coef": 0,
+        "mix_beta": 0,
+    }
+    | process_checks.LEAST
+    | overlap_checks.LEAST
+)
 
 
 def resolve_algorithm(config: GRPOConfig) -> algos.Preset:
@@ -97,8 +101,9 @@ def resolve_algorithm(config: GRPOConfig) -> algos.Preset:
 
 
 def old_logprobs_of(config: GRPOConfig) -> str:
-    """Where old log-probs come from: with one update a batch the old policy is the current one, and none are needed."""
-    several = updates_per_step(config) > 1 or config.replay_groups > 0
+    """Where old log-probs come from: with one update a batch the old policy is the current one, and none are needed, but
+    where older weights have sampled it."""
+    several = updates_per_step(config) > 1 or config.replay_groups > 0 or config.max_off_policy_steps > 0
     return config.old_logprobs or ("recompute" if several else "sampler")
 
 
@@ -256,6 +261,7 @@ def _check_algorithm(config: GRPOConfig) -> None:
     _check_idle(config, chosen)
     _check_kl(config, chosen)
     process_checks.check(config, chosen)
+    overlap_checks.check(config, chosen)
 
 
 def _check_replay(config: GRPOConfig, chosen: algos.Preset) -> None:

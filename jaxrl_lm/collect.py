@@ -12,6 +12,7 @@ import jax
 import numpy as np
 from jaxtyping import Bool, Float64
 
+from jaxrl_lm.beside import Beside
 from jaxrl_lm.clock import Clock
 from jaxrl_lm.evaluate import CORRECT, reward_table
 from jaxrl_lm.host import Host
@@ -41,12 +42,29 @@ class Collected(NamedTuple):
     generated: int  # tokens, those of dropped completions too
     prompt_tokens: int
     steps: StepRewards | None  # of the judged rows
+    fresh: list[Judged]  # all that was sampled, until it is `settle`d
 
 
 def collect(
     setup: Setup, host: Host, decode_params: Any, key: jax.Array, *, step: int, policy_step: int, clock: Clock
 ) -> Collected:
-    """Samples until `prompts_per_step` groups are there to learn from, or the bound on batches is met."""
+    """`draw`, settled at once."""
+    return settle(setup, host, draw(setup, host, decode_params, key, step=step, policy_step=policy_step, clock=clock))
+
+
+def settle(setup: Setup, host: Host, drawn: Collected) -> Collected:
+    """What was drawn, with all metrics; the host remembers its outcomes, for the prompts of later steps."""
+    _remember(setup, host, drawn.fresh)
+    return drawn._replace(metrics=_metrics(setup, host, drawn.fresh) | drawn.metrics, fresh=[])
+
+
+def draw(
+    setup: Setup, host: Host, decode_params: Any, key: jax.Array, *, step: int, policy_step: int, clock: Clock
+) -> Collected:
+    """Samples until `prompts_per_step` groups are there to learn from, or the bound on batches is met.
+
+    Of the host it moves only what says which prompts, calls and replayed groups come next.
+    """
     config, dynamic = setup.config, setup.algorithm.dynamic_sampling
     replayed = host.replay.take(config.replay_groups, policy_step=policy_step) if host.replay else []
     missing = config.prompts_per_step - len(replayed)
@@ -62,8 +80,7 @@ def collect(
         missing -= len(chosen)
         if missing == 0:
             break
-    _remember(setup, host, fresh)
-    metrics = _metrics(setup, host, fresh)
+    metrics = {}
     if dynamic:
         metrics["dynamic_sampling/batches"] = float(len(kept))
         metrics["dynamic_sampling/kept_share"] = sum(len(chosen) for _, chosen in kept) / (count * len(kept))
@@ -97,6 +114,7 @@ def collect(
         generated=more + sum(len(ids) for one in fresh for ids in one.sampled.completion_ids),
         prompt_tokens=config.num_generations * sum(len(setup.prompts.ids[index]) for index in asked),
         steps=steps,
+        fresh=fresh,
     )
 
 
@@ -109,19 +127,10 @@ def _sample(
     calls, tables = [], []
     for _ in range(config.oversample):
         host.calls += 1
-        with clock("generate"):
-            sampled = setup.sampler(
-                decode_params,
-                key,
-                setup.prompts,
-                indices,
-                purpose=TRAIN,
-                step=host.calls,
-                temperature=config.temperature,
-                policy_step=policy_step,
-            )
-        with clock("reward"):
-            tables.append(reward_table(setup.rewards, sampled, group))
+        sampled, values = _sample_and_judge(
+            setup, decode_params, key, indices, call=host.calls, policy_step=policy_step, clock=clock
+        )
+        tables.append(values)
         calls.append(sampled)
     judged = lambda sampled, values: Judged(sampled, indices, values, *_combine(setup, values, group))
     every = [judged(sampled, values) for sampled, values in zip(calls, tables, strict=True)]
@@ -140,6 +149,27 @@ def _sample(
     chosen = np.take_along_axis(values, columns[:, :, None], axis=1).reshape(count * group, -1)
     sampled = join(parts, rows=config.prompts_per_step * group, pad_token_id=setup.sampler.pad_token_id)
     return judged(_placed(setup, sampled), chosen), every
+
+
+def _sample_and_judge(
+    setup: Setup, decode_params, key, indices: list[int], *, call: int, policy_step: int, clock: Clock
+) -> tuple[Sampled, np.ndarray]:
+    """G completions of each prompt and their rewards [n F]; the latter while others still decode, with decode_chunk."""
+    config, group = setup.config, setup.config.num_generations
+    options = {"temperature": config.temperature, "policy_step": policy_step}
+    given = (decode_params, key, setup.prompts, indices)
+    if config.decode_chunk is None:
+        with clock("generate"):
+            sampled = setup.sampler(*given, purpose=TRAIN, step=call, **options)
+        with clock("reward"):
+            return sampled, reward_table(setup.rewards, sampled, group)
+    with Beside(setup.rewards, setup.prompts, indices, tokenizer=setup.tokenizer, group_size=group) as beside:
+        with clock("generate"):
+            sampled = setup.sampler(*given, purpose=TRAIN, step=call, beside=beside, **options)
+        with clock("reward"):  # what is left of them
+            values = beside.table(sampled)
+    clock.beside["reward"] += beside.seconds
+    return sampled, values
 
 
 def _combine(setup: Setup, values: Float64[np.ndarray, "n F"], group: int):

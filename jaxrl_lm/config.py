@@ -12,6 +12,7 @@ from jaxrl_lm.algorithm_config import (
     DistanceOptions,
     LoraOptions,
     MixOptions,
+    OverlapOptions,
     ProcessOptions,
     PromptPolicyOptions,
     RatioOptions,
@@ -168,6 +169,7 @@ class PlacementOptions:
 class GRPOConfig(
     LoraOptions,
     MixOptions,
+    OverlapOptions,
     CriticOptions,
     PromptPolicyOptions,
     ProcessOptions,

@@ -37,6 +37,15 @@ def writes() -> bool:
     return jax.process_index() == 0
 
 
+def one_at_a_time() -> bool:
+    """Whether the devices may be given a program only when the one before has ended.
+
+    Several CPU devices are threads of one pool: where two programs with collectives run at once, each may hold threads
+    that the other's participants wait for, and neither ends (XLA's rendezvous). Elsewhere programs queue on each device.
+    """
+    return jax.default_backend() == "cpu" and jax.device_count() > 1
+
+
 # --- arrays -----------------------------------------------------------------------------------------------------------
 
 

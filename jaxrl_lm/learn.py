@@ -3,6 +3,7 @@
 The compiled parts are those of `steps.py`; what they are made of: `credit.py`, `batch.py`, `objectives.py`.
 """
 
+import functools
 from typing import NamedTuple
 
 import jax
@@ -16,7 +17,7 @@ from jaxrl_lm.checks import moves_reference, old_logprobs_of
 from jaxrl_lm.clock import Clock
 from jaxrl_lm.collect import Collected
 from jaxrl_lm.credit import Credit, action_ids
-from jaxrl_lm.distributed import gather
+from jaxrl_lm.distributed import gather, one_at_a_time
 from jaxrl_lm.group_metrics import group_metrics
 from jaxrl_lm.host import Host
 from jaxrl_lm.mix import MixedBatch
@@ -144,38 +145,49 @@ def _updates(
     teaches = warm and setup.mix is not None and setup.mix.teaches(host.rates)
     starts = [first for first in range(0, rows, size) if teaches or learns[first : first + size].any()]
     starts = starts * config.num_iterations
-    merged, done, firsts = None, 0, {}
-    for first in starts:
+
+    def batch_of(first: int, number: int):
         chosen = steps.place(np.arange(first, first + size, dtype=np.int32))
-        batch = steps.minibatch(rated, coefficients, state.key, np.int32(host.updates), chosen, rule)
-        if setup.mix is not None:
-            drawn = {"steps": setup.stream_steps, "rates": host.rates, "seed": config.seed}
-            drawn["learns"] = warm
-            batch = MixedBatch(batch, setup.mix.batches(host.updates, state=state, frozen=frozen, **drawn))
-        state, found = steps.update(state, frozen, batch)
-        found = jax.tree.map(jnp.asarray, gather(found))  # every process goes by them, with devices of training or not
-        host.updates += 1
-        done += 1
+        batch = steps.minibatch(rated, coefficients, state.key, np.int32(number), chosen, rule)
+        if setup.mix is None:
+            return batch
+        drawn = {"steps": setup.stream_steps, "rates": host.rates, "seed": config.seed, "learns": warm}
+        return MixedBatch(batch, setup.mix.batches(number, state=state, frozen=frozen, **drawn))
+
+    numbers, each = range(host.updates, host.updates + len(starts)), []
+    for first, number in zip(starts, numbers, strict=True):
+        state, found = steps.update(state, frozen, batch_of(first, number))
+        each.append(found)
+        if one_at_a_time():
+            jax.block_until_ready(found)
+        if config.max_approx_kl is not None:  # the one decision between updates; else they follow without the host
+            each[-1] = gather(found)
+            if _approx_kl(each[-1]) > config.max_approx_kl:
+                break
+    host.updates += len(each)
+    if not each:
+        return state, {"updates": 0.0}
+    each = jax.tree.map(jnp.asarray, gather(each))  # every process goes by them, with devices of training or not
+    for done, found in enumerate(each):
         if float(found["nonfinite"].value):
-            path = keep_batch(setup.directory, step, batch)
+            path = keep_batch(setup.directory, step, batch_of(starts[done], numbers[done]))
             raise NonFiniteError(
-                f"step {step}, update {done}: the loss or its gradient is not finite; the batch is in {path}. "
+                f"step {step}, update {done + 1}: the loss or its gradient is not finite; the batch is in {path}. "
                 "Lower learning_rate or max_grad_norm, or look for the rows at fault"
             )
-        merged = found if merged is None else metric.merge(merged, found)
-        if (
-            done == 1 and old_logprobs_of(config) == "sampler"
-        ):  # later, the current policy has moved away from the sampler's weights
-            firsts = {name: value for name, value in found.items() if name.startswith("sampling/")}
-        if config.max_approx_kl is not None and _approx_kl(found) > config.max_approx_kl:
-            break
-    if merged is None:
-        return state, {"updates": 0.0}
+    return state, _metrics_of(each, sampler=old_logprobs_of(config) == "sampler")
+
+
+def _metrics_of(each: list[metric.Metrics], *, sampler: bool) -> dict[str, float]:
+    """The metrics of all updates together. `sampler`: the old policy is the sampler's."""
+    merged, done, found = functools.reduce(metric.merge, each), len(each), each[-1]
+    # Later, the current policy has moved away from the sampler's weights.
+    firsts = {name: value for name, value in each[0].items() if sampler and name.startswith("sampling/")}
     totals = {name for name, value in merged.items() if isinstance(value, metric.Sum)}
     values = metric.result(merged | firsts)
     del values["nonfinite"]
     last = {"approx_kl/last": metric.result(found)["approx_kl"]} if "approx_kl" in found else {}
-    return state, {
+    return {
         **{name: value / done if name in totals else value for name, value in values.items()},
         **last,
         "updates": float(done),

@@ -24,6 +24,7 @@ from jaxrl_lm.config import GRPOConfig
 from jaxrl_lm.credit import Credit
 from jaxrl_lm.distributed import agree, any_of, gather, place, writes
 from jaxrl_lm.evaluate import evaluate, probe, probe_message
+from jaxrl_lm.flight import Ahead, Flight
 from jaxrl_lm.host import Host, make_host
 from jaxrl_lm.learn import learn
 from jaxrl_lm.memory import explained, run_arrays
@@ -38,6 +39,11 @@ from jaxrl_lm.runs import came, check_command, check_same_run, on_signal, open_d
 from jaxrl_lm.sharding import keep, move
 from jaxrl_lm.types import Frozen, TrainState
 from jaxrl_lm.update import Objective
+
+TURNS = (
+    "max_off_policy_steps=1: sampling and updates take turns here (several CPU devices, or several processes): the next "
+    "batch is sampled before each update instead of beside it"
+)
 
 
 class Run(NamedTuple):
@@ -85,7 +91,11 @@ def run(setup: Setup) -> Run:
                 setup.directory / "checkpoints", keep_last=config.save_total_limit, best_metric=config.best_metric
             )
         )
-        setup, host, state, frozen, done, notes = _start(setup, checkpoints)
+        setup, host, state, frozen, done, notes, waiting = _start(setup, checkpoints)
+        flight = stack.enter_context(Flight(setup)) if config.max_off_policy_steps else None
+        if flight is not None:
+            flight.load(waiting)
+            notes += [TURNS] * flight.takes_turns
         report = stack.enter_context(
             Reporter(
                 setup.directory,
@@ -103,7 +113,7 @@ def run(setup: Setup) -> Run:
         before = host.state()  # of the last whole step
         for step in range(done + 1, setup.total_steps + 1) if spent is None else ():
             try:
-                state, values, table = _step(setup, host, state, frozen, step)
+                state, values, table = _step(setup, host, flight, state, frozen, step)
             except RewardError:
                 if step > 1:  # nothing of the steps before is lost
                     _save(setup, checkpoints, step - 1, state, before, {})
@@ -125,7 +135,7 @@ def run(setup: Setup) -> Run:
             stopping = last or signalled
             save_time = time.perf_counter()
             if stopping or (config.save_steps and step % config.save_steps == 0) or config.best_metric in values:
-                _save(setup, checkpoints, step, state, before, values)
+                _save(setup, checkpoints, step, state, before, values, flight)
             save_time = time.perf_counter() - save_time
             if stopping:
                 break
@@ -139,14 +149,25 @@ def run(setup: Setup) -> Run:
     return Run(setup.directory, setup.model, setup.tokenizer, state, step, history, stopped, interrupted)
 
 
-def _save(setup: Setup, checkpoints: Checkpoints, step: int, state: TrainState, host: dict[str, Any], values) -> None:
+def _save(
+    setup: Setup,
+    checkpoints: Checkpoints,
+    step: int,
+    state: TrainState,
+    host: dict[str, Any],
+    values,
+    flight: Flight | None = None,
+) -> None:
     table = {"step": step, "host": host, "config": to_toml(setup.config), "data": setup.fingerprint}
+    if flight is not None:
+        table["flight"] = flight.state()
     checkpoints.save(step, as_saved(state, setup.steps.placement), table, metrics=values)
 
 
-def _start(setup: Setup, checkpoints: Checkpoints) -> tuple[Setup, Host, TrainState, Frozen, int, list[str]]:
-    """The state to go on from: that of the latest checkpoint, or a fresh one. Files are rewound to it."""
-    config, notes, done, latest = setup.config, [], 0, agree(checkpoints.latest())
+def _start(setup: Setup, checkpoints: Checkpoints) -> tuple[Setup, Host, TrainState, Frozen, int, list[str], Any]:
+    """The state to go on from: that of the latest checkpoint, with the batch in flight, or a fresh one. Files are rewound
+    to it."""
+    config, notes, done, latest, waiting = setup.config, [], 0, agree(checkpoints.latest()), None
     host = make_host(config, setup.prompts.rows, setup.algorithm.beta)
     key = place(jax.random.key(config.seed), setup.steps.plan.replicated)
     keeps = needs_reference(config) and not moves_reference(config)  # one that moves is part of the state
@@ -168,12 +189,12 @@ def _start(setup: Setup, checkpoints: Checkpoints) -> tuple[Setup, Host, TrainSt
         state, saved = checkpoints.restore(saved_shapes(abstract, setup.steps.placement), step=latest)
         state = move(state, jax.tree.map(lambda x: x.sharding, abstract), delete=True)
         host.load(saved["host"], rows=setup.prompts.rows)
-        done = saved["step"]
+        done, waiting = saved["step"], saved.get("flight")
         notes.append(f"resumed from step {done}")
     frozen = Frozen(reference, setup.base, prm_reference=prm, teacher=setup.teacher)
     state = setup.steps.at_rest(state)
     open_directory(setup.directory, config, command=None, step=done if latest is not None else -1)
-    return setup._replace(params=None), host, state, frozen, done, notes
+    return setup._replace(params=None), host, state, frozen, done, notes, waiting
 
 
 def _before_first_step(setup: Setup, state: TrainState, frozen: Frozen, report: Reporter) -> None:
@@ -232,23 +253,40 @@ def _evaluate_sets(setup: Setup, state: TrainState, frozen: Frozen, step: int) -
     return values
 
 
-def _step(setup: Setup, host: Host, state: TrainState, frozen: Frozen, step: int):
+def _step(setup: Setup, host: Host, flight: Flight | None, state: TrainState, frozen: Frozen, step: int):
     """One step of sampling and its updates: the new state, its metrics, and a function that makes the completion table."""
     clock = Clock()
     with explained(lambda: f"step {step}, {clock.part}", lambda: run_arrays(state, frozen), setup.config):
-        return _sample_and_learn(setup, host, state, frozen, step, clock)
+        return _sample_and_learn(setup, host, flight, state, frozen, step, clock)
 
 
-def _sample_and_learn(setup: Setup, host: Host, state: TrainState, frozen: Frozen, step: int, clock: Clock):
-    config = setup.config
+def _batch(
+    setup: Setup, host: Host, flight: Flight | None, state: TrainState, frozen: Frozen, step: int, clock: Clock
+) -> Ahead:
+    """What the step learns from: sampled by the newest weights, or the batch in flight, and then the next one is sampled
+    by them."""
+    ahead = None if flight is None else flight.take()
     with clock("weights"):  # the newest
         decode_params = jax.block_until_ready(setup.steps.prepare_decode(state.params["policy"], frozen.base))
-    collected = collect(
-        setup, host, decode_params, state.key, step=step, policy_step=int(gather(state.step)), clock=clock
-    )
-    del decode_params
+    policy_step = int(gather(state.step))
+    if ahead is None:
+        found = collect(setup, host, decode_params, state.key, step=step, policy_step=policy_step, clock=clock)
+        ahead = Ahead(found, step - 1, clock.seconds["generate"])
+    if flight is not None:  # after the last step too: a run that is made longer goes on with it
+        flight.launch(host, decode_params, step=step - 1, policy_step=policy_step)
+    return ahead
+
+
+def _sample_and_learn(
+    setup: Setup, host: Host, flight: Flight | None, state: TrainState, frozen: Frozen, step: int, clock: Clock
+):
+    config = setup.config
+    collected, after, seconds = _batch(setup, host, flight, state, frozen, step, clock)
     learned = learn(setup, host, state, frozen, collected, step=step, clock=clock)
     state, found = learned.state, learned.metrics
+    if flight is not None:
+        flight.land(host, clock)
+        found["sampling/off_policy_steps"] = float(step - 1 - after)
     trained_tokens = (
         found["updates"]
         / updates_per_step(config)
@@ -258,7 +296,7 @@ def _sample_and_learn(setup: Setup, host: Host, state: TrainState, frozen: Froze
     host.tokens += collected.generated + collected.prompt_tokens
     values = collected.metrics | found | clock.metrics() | {
         "learning_rate": host.lr_scale * float(setup.schedule(max(int(gather(state.step)) - 1, 0))),
-        "tokens_per_second/generate": collected.generated / clock.seconds["generate"],
+        "tokens_per_second/generate": collected.generated / seconds,
         "tokens_per_second/train": trained_tokens / clock.seconds["update"],
         "num_tokens": host.tokens,
     }  # fmt: skip

@@ -63,6 +63,7 @@ RESUMABLE = frozenset(
         "heartbeat_timeout",
         "remat",
         "score_chunk",
+        "decode_chunk",
     }
 )
 _LENGTHS = ("max_steps", "num_epochs")

@@ -197,6 +197,7 @@ def compile_run(
         implicit_prm=config.implicit_prm,
         reference=moves_reference(config),
         placement=placement,
+        decode_chunk=config.decode_chunk,
     )
     return steps, schedule
 

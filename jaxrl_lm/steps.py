@@ -17,10 +17,11 @@ from jax.sharding import NamedSharding
 from jaxtyping import Array, Float, Int32
 
 from jaxrl_lm.batch import BatchRule, Coefficients, Rated
+from jaxrl_lm.chunks import Chunks, advance, begin
 from jaxrl_lm.config import SamplingConfig
 from jaxrl_lm.credit import Credit, CreditRule
 from jaxrl_lm.distributed import place
-from jaxrl_lm.generate import generate, prepare_decode
+from jaxrl_lm.generate import collect, generate, prepare_decode
 from jaxrl_lm.models import (
     LoraConfig,
     Model,
@@ -80,6 +81,7 @@ class Steps:
     minibatch: Callable[..., Any]  # (rated, coefficients, key, number, rows, rule)
     update: Callable[..., Any]  # (state, frozen, batch)
     follow: Callable[..., Params]  # (reference, policy, ema): the moved reference, whose old one is donated
+    chunks: Chunks | None  # generate in chunks
 
     def place(self, tree: Any) -> Any:
         """Host arrays on the mesh, rows split; scalars on every device."""
@@ -206,11 +208,13 @@ def compile_steps(
     implicit_prm: float | None = None,
     reference: bool = False,
     placement: Placement | None = None,
+    decode_chunk: int | None = None,
 ) -> Steps:
     """Binds everything static and names every layout; nothing is compiled before its first call.
 
     `rows` is the number of completions a step; `reference`: the state holds a reference that moves; `placement`: what
-    lies elsewhere than on the plan's devices. Raises ValueError if rows do not divide over the mesh. Scoring runs over
+    lies elsewhere than on the plan's devices; `decode_chunk`: passes of a chunk of decoding (None: there are none).
+    Raises ValueError if rows do not divide over the mesh. Scoring runs over
     `score_rows_at_once` rows at a time (None: all).
     """
     placement, size = placement or Placement(plan, plan), score_rows_at_once or rows
@@ -235,7 +239,7 @@ def compile_steps(
             out_shardings=layouts,
             donate_argnums=0,
         ),
-        **_generation(model, placement, policy, base, lora=lora, sampling=sampling, rows=rows),
+        **_generation(model, placement, policy, base, lora=lora, sampling=sampling, rows=rows, passes=decode_chunk),
         **_scoring(
             model,
             placement,
@@ -280,8 +284,16 @@ def reference_layout(model: Model, placement: Placement, policy: Any) -> Any:
 
 
 def _generation(
-    model: Model, placement: Placement, policy: Any, base: Any, *, lora: LoraConfig | None, sampling: Any, rows: int
-) -> dict[str, Callable[..., Any]]:
+    model: Model,
+    placement: Placement,
+    policy: Any,
+    base: Any,
+    *,
+    lora: LoraConfig | None,
+    sampling: Any,
+    rows: int,
+    passes: int | None,
+) -> dict[str, Any]:
     """What samples, by its name in `Steps`; `policy` and `base` are layouts.
 
     Weights for devices of their own are cast as they lie in training, so that none of it has more than its part of them.
@@ -294,14 +306,26 @@ def _generation(
         in_shardings=(policy, base),
         out_shardings=placement.train.tree(specs) if placement.apart else read,
     )
+    requests = Requests(split, split, split, split, split, policy_step=every)
+    parts = {"model": sampled, "sampling": sampling}
     return {
         "lay_out": laid,
         "prepare_decode": (lambda policy, base: move(laid(policy, base), read)) if placement.apart else laid,
         "row_keys": jax.jit(bind(row_keys, rows=rows), out_shardings=placement.train.rows),
         "generate": jax.jit(
-            bind(generate, model=sampled, sampling=sampling),
-            in_shardings=(read, Requests(split, split, split, split, split, policy_step=every), every),
+            bind(generate, **parts),
+            in_shardings=(read, requests, every),
             out_shardings=split,
+        ),
+        "chunks": None
+        if passes is None
+        else Chunks(
+            # The state has the layout that `chunks.py` gives it inside.
+            begin=jax.jit(bind(begin, **parts), in_shardings=(read, requests)),
+            advance=jax.jit(
+                bind(advance, passes=passes, **parts), in_shardings=(read, requests, None, every), donate_argnums=2
+            ),
+            finish=jax.jit(bind(collect, sampling=sampling), in_shardings=(None, requests), out_shardings=split),
         ),
     }
 

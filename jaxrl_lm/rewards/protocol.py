@@ -11,10 +11,10 @@ import difflib
 import inspect
 import math
 import numbers
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from decimal import Decimal
-from typing import Any, NamedTuple
+from typing import Any, Literal, NamedTuple
 
 import numpy as np
 from jaxtyping import Bool, Float64
@@ -151,14 +151,15 @@ def compute_rewards(
     completion_ids: Sequence[Sequence[int]],
     columns: Mapping[str, Sequence[Any]],
     group_ids: Sequence[int],
-    mine: range | None = None,
+    mine: Collection[int] | None = None,
+    which: Literal["all", "own", "everywhere"] = "all",
 ) -> Float64[np.ndarray, "N F"]:
     """Each function's value for each row; NaN where it abstains (None) or is not routed to the row.
 
     A row whose prompt is a list of messages gets its completion as [{"role": "assistant", "content": text}], as in TRL.
     Async functions run together while the others run one after the other. A `reward` column routes rows, see `route`;
     a function sees only its own rows. `mine`: the rows that this process judges; of the others only functions that are
-    computed `Everywhere` give values.
+    computed `Everywhere` give values. `which`: these functions alone, or the others alone ("own").
 
     Raises RewardError where a function raises, asks for a column that is not there, or returns a wrong count, a NaN, an
     infinity or something that is not a number.
@@ -173,6 +174,9 @@ def compute_rewards(
     if mine is not None:  # after the checks, which every process must pass before any calls something together
         for call in calls:
             call.rows = call.rows if call.everywhere else [row for row in call.rows if row in mine]
+    for call in calls:
+        if which != "all" and call.everywhere != (which == "everywhere"):
+            call.rows = []
     values = np.full((count, len(functions)), np.nan)
     outcomes = run_all(calls)
     # What is computed together first: a search for the row at fault must be made by all.

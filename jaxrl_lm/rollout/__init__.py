@@ -12,7 +12,7 @@ from jaxrl_lm.rollout.prompts import (
     categories_of,
     never_solved_share,
 )
-from jaxrl_lm.rollout.replay import Group, Replay
+from jaxrl_lm.rollout.replay import Group, Replay, pack_array, unpack_array
 from jaxrl_lm.rollout.sampler import EVAL, GREEDY, PROBE, TRAIN, Sampled, Sampler
 from jaxrl_lm.rollout.select import choose_rows, join, unequal_groups
 
@@ -34,5 +34,7 @@ __all__ = [
     "choose_rows",
     "join",
     "never_solved_share",
+    "pack_array",
     "unequal_groups",
+    "unpack_array",
 ]

@@ -128,7 +128,7 @@ def _to_json(group: Group) -> dict[str, Any]:
         "solve_rate": group.solve_rate,
         "policy_step": group.policy_step,
         "texts": list(sampled.texts),
-        "arrays": {name: _pack(array) for name, array in arrays.items()},
+        "arrays": {name: pack_array(array) for name, array in arrays.items()},
     }
 
 
@@ -136,7 +136,7 @@ def _from_json(saved: Mapping[str, Any], rows: Sequence[dict[str, Any]]) -> Grou
     index = saved["index"]
     if not 0 <= index < len(rows):
         raise ValueError(f"replay: the saved prompt {index} is not among the {len(rows)} of the dataset: restore it")
-    arrays = {name: _unpack(packed) for name, packed in saved["arrays"].items()}
+    arrays = {name: unpack_array(packed) for name, packed in saved["arrays"].items()}
     rollout = Rollout(*(arrays.get(name) for name in Rollout._fields))
     count = len(rollout.tokens)
     sampled = Sampled(
@@ -153,12 +153,12 @@ def _from_json(saved: Mapping[str, Any], rows: Sequence[dict[str, Any]]) -> Grou
     return Group(sampled, arrays["rewards"], index, saved["solve_rate"], saved["policy_step"])
 
 
-def _pack(array: np.ndarray) -> dict[str, Any]:
+def pack_array(array: np.ndarray) -> dict[str, Any]:
     """An array as JSON with its very bits; padding compresses to nothing."""
     data = base64.b64encode(zlib.compress(np.ascontiguousarray(array).tobytes())).decode()
     return {"dtype": array.dtype.str, "shape": list(array.shape), "data": data}
 
 
-def _unpack(packed: Mapping[str, Any]) -> np.ndarray:
+def unpack_array(packed: Mapping[str, Any]) -> np.ndarray:
     flat = np.frombuffer(zlib.decompress(base64.b64decode(packed["data"])), packed["dtype"])
     return flat.reshape(packed["shape"])

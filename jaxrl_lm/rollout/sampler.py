@@ -11,6 +11,7 @@ import jax
 import numpy as np
 from jaxtyping import Array, Float
 
+from jaxrl_lm.chunks import sample_in_chunks
 from jaxrl_lm.data import choose_bucket, left_pad
 from jaxrl_lm.distributed import gather, spread
 from jaxrl_lm.encode import EncodedPrompts
@@ -60,10 +61,12 @@ class Sampler:
         temperature: Float[np.ndarray, "N"] | float,
         policy_step: int,
         first_only: bool = False,
+        beside: Any = None,
     ) -> Sampled:
         """G completions of each of the prompts `indices` (at most `prompts_per_call`); `first_only`: the first of each.
 
-        Keys are a function of (key, purpose, step, row). Raises ValueError if a prompt fits no bucket.
+        Keys are a function of (key, purpose, step, row). `beside` sees rows as they end (`beside.Beside`), where decoding
+        runs in chunks. Raises ValueError if a prompt fits no bucket.
         """
         rows = self.prompts_per_call * self.group_size
         count = len(indices) * self.group_size
@@ -76,13 +79,17 @@ class Sampler:
         keys = self.steps.row_keys(key, np.int32(purpose), np.int32(step))
         requests = Requests(tokens, segment_ids, keys, limits, temperature, np.int32(policy_step))
         requests = self.steps.place_rollout(requests)
-        rollout = self.steps.generate(decode_params, requests, self.stops)
+        if self.steps.chunks is None:
+            rollout = self.steps.generate(decode_params, requests, self.stops)
+        else:
+            watch = None if beside is None else beside.watch
+            rollout = sample_in_chunks(self.steps.chunks, decode_params, requests, self.stops, watch)
         chosen, mask, logprobs, truncated = gather(
             (rollout.tokens, rollout.action_mask, rollout.logprobs, rollout.truncated)
         )
         completion_ids = [chosen[n, mask[n]].tolist() for n in range(count)]
         decode = lambda own: self.tokenizer.batch_decode(completion_ids[own.start : own.stop], skip_special_tokens=True)
-        texts = spread(count, decode)
+        texts = spread(count, decode) if beside is None else beside.texts()
         dataset_rows = [prompts.rows[i] for i in indices for _ in range(self.group_size)]
         return Sampled(
             rollout=self.steps.place(rollout),
