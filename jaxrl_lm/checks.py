@@ -12,6 +12,7 @@ from jaxrl_lm import algos, process_checks
 from jaxrl_lm.config import GRPOConfig
 from jaxrl_lm.encode import EncodedPrompts
 from jaxrl_lm.rewards import RewardFunction, route
+from jaxrl_lm.rule_tables import check_options
 
 # The least value that an option may have.
 LEAST = {
@@ -150,6 +151,7 @@ def check(config: GRPOConfig, devices: int) -> None:
             raise ValueError(f"{name}={value}: must be in ({above:g}, {most:g}]")
     if config.temperature <= 0:
         raise ValueError(f"temperature={config.temperature}: training samples, so it must be above 0")
+    check_options(config)
     _check_algorithm(config)
     _check_sizes(config, devices)
     if config.max_steps is not None and config.num_epochs is not None:

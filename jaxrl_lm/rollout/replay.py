@@ -128,6 +128,7 @@ def _to_json(group: Group) -> dict[str, Any]:
         "solve_rate": group.solve_rate,
         "policy_step": group.policy_step,
         "texts": list(sampled.texts),
+        "lengths": list(map(len, sampled.completion_ids)),
         "arrays": {name: _pack(array) for name, array in arrays.items()},
     }
 
@@ -138,7 +139,7 @@ def _from_json(saved: Mapping[str, Any], rows: Sequence[dict[str, Any]]) -> Grou
         raise ValueError(f"replay: the saved prompt {index} is not among the {len(rows)} of the dataset: restore it")
     arrays = {name: _unpack(packed) for name, packed in saved["arrays"].items()}
     rollout = Rollout(*(arrays.get(name) for name in Rollout._fields))
-    count = len(rollout.tokens)
+    count, lengths = len(rollout.tokens), saved.get("lengths", rollout.action_mask.sum(1))
     sampled = Sampled(
         rollout=rollout,
         temperature=arrays["temperature"],
@@ -146,7 +147,10 @@ def _from_json(saved: Mapping[str, Any], rows: Sequence[dict[str, Any]]) -> Grou
         rows=[rows[index]] * count,
         prompts=[rows[index]["prompt"]] * count,
         texts=list(saved["texts"]),
-        completion_ids=[t[m].tolist() for t, m in zip(rollout.tokens, rollout.action_mask, strict=True)],
+        completion_ids=[
+            t[s > 0][sum(s > 0) - n :].tolist()
+            for t, s, n in zip(rollout.tokens, rollout.segment_ids, lengths, strict=True)
+        ],
         logprob_sums=arrays["logprob_sums"],
         truncated=rollout.truncated,
     )
