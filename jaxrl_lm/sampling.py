@@ -20,7 +20,7 @@ class Drawn(NamedTuple):
 def truncate(logits: Float[Array, "N V"], sampling: SamplingConfig) -> Float[Array, "N V"]:
     """Logits with −inf outside top-k, then top-p, then min-p, in transformers' order. The best token always stays;
     ties at a threshold stay together. Each is a threshold, found without a sort of the vocabulary."""
-    threshold, ordered = jnp.full((len(logits), 1), -jnp.inf, logits.dtype), None
+    threshold = ordered = None
     if sampling.top_k is not None and sampling.top_k < logits.shape[1]:
         ordered = jax.lax.top_k(logits, sampling.top_k)[0]
         threshold = ordered[:, -1:]
@@ -28,9 +28,9 @@ def truncate(logits: Float[Array, "N V"], sampling: SamplingConfig) -> Float[Arr
         of_best = ordered is not None
         threshold = _nucleus_of_best(logits, ordered, sampling.top_p) if of_best else nucleus(logits, sampling.top_p)
     if sampling.min_p is not None:
-        best = jnp.max(logits, axis=1, keepdims=True)
-        threshold = jnp.maximum(threshold, best + jnp.log(sampling.min_p))
-    return jnp.where(logits >= threshold, logits, -jnp.inf)
+        least = jnp.max(logits, axis=1, keepdims=True) + jnp.log(sampling.min_p)
+        threshold = least if threshold is None else jnp.maximum(threshold, least)
+    return logits if threshold is None else jnp.where(logits >= threshold, logits, -jnp.inf)
 
 
 def nucleus(logits: Float[Array, "N V"], top_p: float, *, ways: int | None = None) -> Float[Array, "N 1"]:

@@ -85,7 +85,7 @@ def stop_table(stops: tuple[str, ...], tokenizer, vocab_size: int) -> np.ndarray
         return None
     if any(not stop for stop in stops):
         raise ValueError("stop: an empty string would end every completion at once")
-    table, found = _automaton(tuple(stop.encode() for stop in stops))
+    table, _ = _automaton(tuple(stop.encode() for stop in stops))
     return read_vocabulary(table, token_bytes(tokenizer), vocab_size)
 
 
