@@ -11,7 +11,7 @@ from typing import NamedTuple
 import jax
 import jax.numpy as jnp
 import numpy as np
-from jaxtyping import Array, Bool, Float, Int, Int32, UInt32
+from jaxtyping import Array, Bool, Float, Int32, UInt32
 
 from jaxrl_lm.config import SamplingConfig
 
@@ -41,10 +41,11 @@ class RuleState(NamedTuple):
     thinking: Int32[Array, "W"] | None
 
 
-def make_grammar(table: Int[np.ndarray, "states V"], *, banned: tuple[int, ...] = ()) -> Grammar:
-    """The automaton whose next states stand in the table, −1 where a token is not allowed, state 0 first.
+def make_grammar(table: np.ndarray, *, eos_token_ids: tuple[int, ...] = (), banned: tuple[int, ...] = ()) -> Grammar:
+    """The automaton whose next states stand in the table, integers [states, V], −1 where a token is not allowed, state 0
+    first.
 
-    `banned` tokens are allowed nowhere. Raises ValueError for a table of another kind, for a state that there is none of,
+    `banned` tokens are allowed nowhere; nothing comes after an end-of-sequence token. Raises ValueError for a table of another kind, for a state that there is none of,
     and for a state that a row may come to and that allows no token.
     """
     table = np.array(table)  # a copy
@@ -56,7 +57,7 @@ def make_grammar(table: Int[np.ndarray, "states V"], *, banned: tuple[int, ...] 
     table[:, list(banned)] = -1
     reached, waiting = {0}, [0]
     while waiting:
-        found = {*np.unique(table[waiting.pop()]).tolist()} - reached - {-1}
+        found = {*np.unique(np.delete(table[waiting.pop()], eos_token_ids)).tolist()} - reached - {-1}
         reached |= found
         waiting += found
     stuck = [state for state in sorted(reached) if (table[state] < 0).all()]

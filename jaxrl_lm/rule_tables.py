@@ -94,7 +94,7 @@ def rule_tables(config: SamplingOptions, sampling: SamplingConfig, tokenizer: An
         table = np.asarray(hook(tokenizer=tokenizer, vocab_size=vocab_size, eos_token_ids=sampling.eos_token_ids))
         if table.ndim == 2 and table.shape[1] != vocab_size:
             raise ValueError(f"vocabulary_mask: the table has {table.shape[1]} tokens, the model {vocab_size}")
-        grammar = make_grammar(table, banned=banned_ids(sampling, vocab_size))
+        grammar = make_grammar(table, eos_token_ids=sampling.eos_token_ids, banned=banned_ids(sampling, vocab_size))
         _check_forced(table, sampling)
     return Tables(stops, grammar, thinking)
 
