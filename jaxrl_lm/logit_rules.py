@@ -45,8 +45,10 @@ def make_grammar(table: np.ndarray, *, eos_token_ids: tuple[int, ...] = (), bann
     """The automaton whose next states stand in the table, integers [states, V], −1 where a token is not allowed, state 0
     first.
 
-    `banned` tokens are allowed nowhere; nothing comes after an end-of-sequence token. Raises ValueError for a table of another kind, for a state that there is none of,
-    and for a state that a row may come to and that allows no token.
+    `banned` tokens are allowed nowhere; nothing comes after an end-of-sequence token.
+
+    Raises ValueError for a table of another kind, for a state that there is none of, and for a state that a row may come
+    to and that allows no token.
     """
     table = np.array(table)  # a copy
     if table.ndim != 2 or not table.size or not np.issubdtype(table.dtype, np.integer):
