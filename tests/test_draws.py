@@ -220,19 +220,19 @@ def grammar():
     return table
 
 
-def thinking():
-    """The end of thinking is token 20."""
-    table = np.zeros((2, SIZE), np.int32)
-    table[0, 20], table[1] = 1, 1
+def thinking(end):
+    """Where a row is in the tokens that end thinking, of which none comes twice."""
+    table = np.zeros((len(end) + 1, SIZE), np.int32)
+    table[: len(end), end[0]], table[len(end)] = 1, len(end)
+    table[range(len(end)), end] = np.arange(len(end)) + 1
     return table
 
 
 RULES = {
     "penalty": {"repetition_penalty": 1.8},
-    "bias": {"logit_bias": ((7, 3.0), (12, -5.0)), "suppress_tokens": (13, 14, 15), "top_p": 0.9},
-    "allowed": {"allowed_token_ids": (3, 5, 8, 21, 34, 40), "min_new_tokens": 4},
+    "bias": {"logit_bias": ((8, 1.0),), "allowed_token_ids": (3, 5, 8, 21, 34, 40), "min_new_tokens": 4, "top_p": 0.9},
     "forced": {"forced_tokens": (41, 42)},
-    "thinking": {"max_thinking_tokens": 3, "end_of_thinking": (20,)},
+    "thinking": {"max_thinking_tokens": 3, "end_of_thinking": (20, 22), "logit_bias": ((20, 6.0), (22, 3.0))},
     "grammar": {"vocabulary_mask": True},
     "all": {
         "repetition_penalty": 1.3,
@@ -252,7 +252,7 @@ def tables_of(rules):
     return Tables(
         None,
         make_grammar(grammar(), eos_token_ids=EOS, banned=rules.suppress_tokens) if rules.vocabulary_mask else None,
-        thinking() if rules.forces and rules.end_of_thinking else None,
+        thinking(rules.end_of_thinking) if rules.end_of_thinking else None,
     )
 
 
@@ -305,9 +305,13 @@ def asked(seed=0, order=None, limits=LIMITS, temperature=TEMPERATURE):
     return requests(TOKENS[order], SEGMENTS[order], keys=keys[rows], **options)
 
 
+def has(tokens, part):
+    return any(tuple(tokens[start : start + len(part)]) == part for start in range(len(tokens)))
+
+
 def gone_over(rules, prompt, completion, logits, heat):
     """Of each token whether it was forced, and the float64 log-probs that it was drawn from, by loops."""
-    state, closed, thought, seen = 0, False, 0, set(prompt)
+    state, thought, seen, end = 0, 0, set(prompt), rules.end_of_thinking
     for number, token in enumerate(completion):
         row = np.float64(logits[number])
         for name, bias in rules.logit_bias:
@@ -329,12 +333,11 @@ def gone_over(rules, prompt, completion, logits, heat):
         must = None
         if number < len(rules.forced_tokens):
             must = rules.forced_tokens[number]
-        elif rules.max_thinking_tokens is not None and not closed and thought >= rules.max_thinking_tokens:
-            must = rules.end_of_thinking[0]
-        else:
+        elif end and thought >= rules.max_thinking_tokens and not has(completion[:number], end):
+            must = end[thought - rules.max_thinking_tokens]
+        if number >= len(rules.forced_tokens):
             thought += 1
         yield must, log_softmax(row)
-        closed |= token in rules.end_of_thinking
         seen.add(token)
         if rules.vocabulary_mask and grammar()[state, token] >= 0:
             state = grammar()[state, token]
@@ -343,7 +346,7 @@ def gone_over(rules, prompt, completion, logits, heat):
 @pytest.mark.parametrize("name", RULES)
 def test_rows_are_drawn_by_the_rules_and_scored_by_the_policy(sampler, whole, name):
     """Through few slots, so that a slot's memory begins anew with each row."""
-    rules, counts = sampling(new=NEW, eos=EOS, **RULES[name]), {"forced": 0, "drawn": 0, "ended": 0}
+    rules, counts = sampling(new=NEW, eos=EOS, **RULES[name]), {"forced": 0, "drawn": 0, "ended": 0, "closed": 0}
     for seed in range(2):
         rollout = sampler(name)(asked(seed))
         logits, scores = whole(rollout, TEMPERATURE)
@@ -381,8 +384,10 @@ def test_rows_are_drawn_by_the_rules_and_scored_by_the_policy(sampler, whole, na
                     assert np.exp(logprobs).sum() == pytest.approx(1.0)
                     assert behaviour[row, column] == pytest.approx(logprobs[token], abs=1e-4)
             counts["ended"] += ended
+            counts["closed"] += name == "thinking" and mask[row, columns].all() and has(own, rules.end_of_thinking)
     assert counts["drawn"] > 40
     assert (counts["forced"] > 10) == rules.forces
+    assert (counts["closed"] > 3) == (name == "thinking")  # by the policy itself
     if rules.vocabulary_mask:
         assert counts["ended"] >= 12  # by the grammar's end
 
@@ -417,7 +422,7 @@ def test_options_become_rules_and_stop_strings_alone_one_table():
     rules, table = rules_and_tables(config)
     assert rules.logit_bias == ((3, -1.5), (5, 2.0))
     assert (rules.suppress_tokens, rules.repetition_penalty, rules.forces) == ((4,), 1.1, False)
-    assert table.shape == (2, len(LAB))
+    assert table.shape == (3, len(LAB))
     assert rules_and_tables(options())[1] is None
     assert not sampling(repetition_penalty=1.0).reshapes
 
@@ -494,8 +499,8 @@ def test_a_hook_makes_the_table():
         ({"vocabulary_mask": f"{__file__}:no_way_out"}, "state 1 allows no token"),
         ({"vocabulary_mask": f"{__file__}:options"}, "unexpected keyword|missing"),
         (
-            {"vocabulary_mask": f"{__file__}:signed_numbers", "forced_tokens": (14,)},
-            "does not allow token 14 in state 0",
+            {"vocabulary_mask": f"{__file__}:signed_numbers", "forced_tokens": (13,)},
+            "does not allow token 13 in state 0",
         ),
     ],
     ids=lambda value: None if isinstance(value, dict) else value,
@@ -523,7 +528,7 @@ def test_options_and_tables_go_together():
     with pytest.raises(ValueError, match="vocabulary_mask: the option and its table go together"):
         check_rules(sampling(vocabulary_mask=True), Tables(), SIZE)
     with pytest.raises(ValueError, match="max_thinking_tokens: the option and its table go together"):
-        check_rules(sampling(), Tables(thinking=thinking()), SIZE)
+        check_rules(sampling(), Tables(thinking=thinking((20,))), SIZE)
 
 
 def test_a_run_is_refused_before_anything_is_loaded():
