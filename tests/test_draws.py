@@ -6,14 +6,17 @@ by token, with the logits of the full forward pass.
 
 import dataclasses
 import functools
+import json
 import re
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+import tiny_run
 import torch
 from test_generate import random_params, requests, same
+from test_select import rollout_of
 from transformers import (
     MinNewTokensLengthLogitsProcessor,
     RepetitionPenaltyLogitsProcessor,
@@ -21,14 +24,16 @@ from transformers import (
     SuppressTokensLogitsProcessor,
 )
 
-from jaxrl_lm import checks, rule_tables
+from jaxrl_lm import checks, cli, rule_tables
 from jaxrl_lm.config import GenerateConfig, GRPOConfig, SamplingConfig
 from jaxrl_lm.generate import generate, prepare_decode
 from jaxrl_lm.lab.tokenizer import lab_tokenizer
 from jaxrl_lm.logit_rules import RuleState, Tables, check_rules, make_grammar, ruled, tokens_seen
 from jaxrl_lm.models import build, positions
+from jaxrl_lm.rollout import Replay
 from jaxrl_lm.sampling import draw, nucleus, truncate
 from jaxrl_lm.score import score
+from jaxrl_lm.step_rewards import place_steps
 
 LAB = lab_tokenizer()
 
@@ -232,7 +237,7 @@ RULES = {
     "penalty": {"repetition_penalty": 1.8},
     "bias": {"logit_bias": ((8, 1.0),), "allowed_token_ids": (3, 5, 8, 21, 34, 40), "min_new_tokens": 4, "top_p": 0.9},
     "forced": {"forced_tokens": (41, 42)},
-    "thinking": {"max_thinking_tokens": 3, "end_of_thinking": (20, 22), "logit_bias": ((20, 6.0), (22, 3.0))},
+    "thinking": {"max_thinking_tokens": 3, "end_of_thinking": (20, 22), "logit_bias": ((20, 12.0), (22, 12.0))},
     "grammar": {"vocabulary_mask": True},
     "all": {
         "repetition_penalty": 1.3,
@@ -387,7 +392,7 @@ def test_rows_are_drawn_by_the_rules_and_scored_by_the_policy(sampler, whole, na
             counts["closed"] += name == "thinking" and mask[row, columns].all() and has(own, rules.end_of_thinking)
     assert counts["drawn"] > 40
     assert (counts["forced"] > 10) == rules.forces
-    assert (counts["closed"] > 3) == (name == "thinking")  # by the policy itself
+    assert (counts["closed"] > 0) == (name == "thinking")  # by the policy itself
     if rules.vocabulary_mask:
         assert counts["ended"] >= 12  # by the grammar's end
 
@@ -543,3 +548,78 @@ def test_what_goes_on_from_prefixes_refuses_what_counts_from_the_start():
     config = options(max_thinking_tokens=0, end_of_thinking="#")
     with pytest.raises(ValueError, match="end_of_thinking: counts from the first token"):
         rule_tables.refuse_from_the_start(config, "method beam")
+
+
+# --- what reads the rollouts ------------------------------------------------------------------------------------------
+
+
+@pytest.fixture(scope="module")
+def tiny(tmp_path_factory):
+    return tiny_run.save_model(tmp_path_factory.mktemp("tiny") / "model")
+
+
+def test_the_command_line_generates_by_the_rules(tiny, tmp_path):
+    """Forced tokens stand in texts and ids; what the policy may not draw stands nowhere else."""
+    output = tmp_path / "out.jsonl"
+    rules = (
+        "--forced_tokens 17 18 --logit_bias.3 -2.5 --suppress_tokens 4 5 --min_new_tokens 5 --repetition_penalty 1.2"
+    )
+    rules += f" --max_thinking_tokens 2 --end_of_thinking ## --vocabulary_mask {__file__}:letters --mesh.data 1"
+    shape = [
+        "--max_completion_length",
+        "9",
+        "--prompts_per_step",
+        "2",
+        "--num_generations",
+        "2",
+        "--prompt_buckets",
+        "8",
+    ]
+    cli.main(["generate", "--model", tiny, "--prompt", "1+1=", "2=", "--output", str(output), *shape, *rules.split()])
+    for line in output.read_text().splitlines():
+        row = json.loads(line)
+        for text, ids in zip(row["completions"], row["completion_ids"], strict=True):
+            assert ids[:2] == [17, 18]
+            assert text == LAB.decode(ids, skip_special_tokens=True)
+            assert "##" in text[: 2 + 2 + 2]
+            assert len(ids) >= 5
+            assert not {4, 5, 1} & set(ids[:4])
+            assert max(ids) < 19
+
+
+def letters(tokenizer, vocab_size, eos_token_ids):
+    return np.where(np.arange(vocab_size)[None] < 19, 0, -1)
+
+
+def with_forced():
+    """Four rows of which the policy chose all tokens but the first and the last; the second has one token alone."""
+    sampled = rollout_of(2, group_size=2, prompt_columns=2, new=5, seed=1, on_device=False)
+    segments, mask = np.array(sampled.rollout.segment_ids), np.zeros_like(sampled.rollout.action_mask)
+    for row, length in enumerate((5, 1, 4, 3)):
+        segments[row, 2:] = np.arange(5) < length
+        mask[row, 3 : 2 + length - 1] = True
+    rollout = sampled.rollout._replace(
+        segment_ids=segments, action_mask=mask, policy_step=np.where(mask, 11, 0).astype(np.int32)
+    )
+    ids = [t[2:][s[2:] > 0].tolist() for t, s in zip(rollout.tokens, segments, strict=True)]
+    return sampled._replace(rollout=rollout, completion_ids=ids)
+
+
+def test_a_replayed_group_keeps_its_forced_tokens():
+    sampled = with_forced()
+    first, second = Replay(4, 4), Replay(4, 4)
+    values = np.array([[1.0], [0.0], [1.0], [0.0]], np.float32)
+    first.put(sampled, values, values[:, 0] > 0, np.ones(4, bool), indices=[0, 1], group_size=2)
+    second.load(json.loads(json.dumps(first.state())), rows=[{"prompt": "a"}, {"prompt": "b"}])
+    for number, group in enumerate(second.take(2, policy_step=11)):
+        assert group.sampled.completion_ids == sampled.completion_ids[2 * number : 2 * number + 2]
+
+
+def test_a_step_that_ends_on_a_forced_token_stands_on_the_policys_last_before_it():
+    sampled = with_forced()
+    ids = [[3 + token % 9 for token in own] for own in sampled.completion_ids]
+    sampled = sampled._replace(completion_ids=ids, texts=[LAB.decode(own) for own in ids])
+    found = place_steps([[(1, 0.5), (3, 1.0), (5, 2.0)], [(1, 4.0)], [(4, 3.0)], None], sampled, LAB)
+    np.testing.assert_array_equal(found.rewards[0], [0, 0, 0, 0.5, 1, 2, 0])  # the first token is forced too
+    np.testing.assert_array_equal(found.rewards[2], [0, 0, 0, 0, 3, 0, 0])
+    assert not found.rewards[[1, 3]].any()  # nothing that the policy could be paid for
