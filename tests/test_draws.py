@@ -564,7 +564,8 @@ def test_the_command_line_generates_by_the_rules(tiny, tmp_path):
     rules = (
         "--forced_tokens 17 18 --logit_bias.3 -2.5 --suppress_tokens 4 5 --min_new_tokens 5 --repetition_penalty 1.2"
     )
-    rules += f" --max_thinking_tokens 2 --end_of_thinking ## --vocabulary_mask {__file__}:letters --mesh.fsdp 4 --mesh.tensor 2"
+    rules += f" --max_thinking_tokens 2 --end_of_thinking ## --vocabulary_mask {__file__}:letters"
+    rules += " --mesh.fsdp 4 --mesh.tensor 2"
     shape = [
         "--max_completion_length",
         "9",
