@@ -14,6 +14,7 @@ from jaxrl_lm.algos import beam_step
 from jaxrl_lm.completions import Completer
 from jaxrl_lm.data import default_buckets
 from jaxrl_lm.encode import EncodedPrompts
+from jaxrl_lm.rule_tables import refuse_from_the_start
 from jaxrl_lm.tools_config import SearchConfig
 
 FIRST_DRAW = 1  # the number of the first round's draws; 0 is that of whole completions
@@ -78,6 +79,7 @@ class Continuations:
     """
 
     def __init__(self, config: SearchConfig, completer: Completer, prompts: EncodedPrompts):
+        refuse_from_the_start(config, "method beam")
         self.config, self.completer, self.prompts, self.tokens = config, completer, prompts, 0
         lengths = [len(ids) for ids in prompts.ids]
         buckets = list(config.prompt_buckets) or list(default_buckets(lengths))

@@ -51,7 +51,7 @@ class Beside:
     def __exit__(self, *error) -> None:
         self._pool.shutdown(cancel_futures=True)
 
-    def watch(self, ended: np.ndarray, tokens: np.ndarray, action_mask: np.ndarray) -> None:
+    def watch(self, ended: np.ndarray, tokens: np.ndarray, written: np.ndarray) -> None:
         """Hands over the groups whose rows have all ended since the last call, in the order of the batch."""
         whole = ended[: len(self._texts)].reshape(-1, self._group).all(1)
         groups = sorted(group for group in self._missing if whole[group])
@@ -60,7 +60,7 @@ class Beside:
         self._missing -= set(groups)
         rows = [group * self._group + n for group in groups for n in range(self._group)]
         for row in rows:
-            self._ids[row] = tokens[row, action_mask[row]].tolist()
+            self._ids[row] = tokens[row, written[row]].tolist()
         found = self._tokenizer.batch_decode([self._ids[row] for row in rows], skip_special_tokens=True)
         for row, text in zip(rows, found, strict=True):
             self._texts[row] = text

@@ -12,70 +12,68 @@ from jaxrl_lm import algos, overlap_checks, process_checks
 from jaxrl_lm.config import GRPOConfig
 from jaxrl_lm.encode import EncodedPrompts
 from jaxrl_lm.rewards import RewardFunction, route
+from jaxrl_lm.rule_tables import check_options
 
+_OTHERS = process_checks.LEAST | overlap_checks.LEAST
 # The least value that an option may have.
-LEAST = (
-    {
-        "prompts_per_step": 1,
-        "num_generations": 1,
-        "max_drift": 0,
-        "kl_token_power": 0,
-        "kl_cov_coef": 0,
-        "sampler_correction_cap": 0,
-        "token_scale_kappa": 1,
-        "token_scale_alpha": 0,
-        "lam": 0,
-        "max_completion_length": 1,
-        "num_iterations": 1,
-        "minibatch_completions": 1,
-        "microbatch_completions": 1,
-        "max_steps": 1,
-        "num_epochs": 0,
-        "seed": 0,
-        "beta": 0,
-        "epsilon": 0,
-        "epsilon_high": 0,
-        "max_grad_norm": 0,
-        "weight_decay": 0,
-        "learning_rate": 0,
-        "warmup_steps": 0,
-        "eval_steps": 0,
-        "eval_limit": 1,
-        "eval_num_generations": 1,
-        "probe_prompts": 0,
-        "save_steps": 0,
-        "completions_steps": 0,
-        "score_chunk": 1,
-        "ngram": 1,
-        "pass_k": 1,
-        "overlong_buffer": 0,
-        "length_penalty": 0,
-        "unlikeliness": 0,
-        "max_sampler_gap": 0,
-        "sampler_correction_floor": 0,
-        "kl_horizon": 1,
-        "reference_reset_steps": 1,
-        "max_approx_kl": 0,
-        "kl_budget": 0,
-        "entropy_coef": 0,
-        "target_entropy": 0,
-        "entropy_coef_step": 0,
-        "entropy_coef_max": 0,
-        "dynamic_sampling_batches": 1,
-        "oversample": 1,
-        "replay_groups": 0,
-        "replay_size": 1,
-        "replay_max_age": 1,
-        "vf_coef": 0,
-        "critic_warmup_steps": 0,
-        "lora_rank": 1,
-        "seeds": 1,
-        "teacher_coef": 0,
-        "mix_beta": 0,
-    }
-    | process_checks.LEAST
-    | overlap_checks.LEAST
-)
+LEAST = {
+    "prompts_per_step": 1,
+    "num_generations": 1,
+    "max_drift": 0,
+    "kl_token_power": 0,
+    "kl_cov_coef": 0,
+    "sampler_correction_cap": 0,
+    "token_scale_kappa": 1,
+    "token_scale_alpha": 0,
+    "lam": 0,
+    "max_completion_length": 1,
+    "num_iterations": 1,
+    "minibatch_completions": 1,
+    "microbatch_completions": 1,
+    "max_steps": 1,
+    "num_epochs": 0,
+    "seed": 0,
+    "beta": 0,
+    "epsilon": 0,
+    "epsilon_high": 0,
+    "max_grad_norm": 0,
+    "weight_decay": 0,
+    "learning_rate": 0,
+    "warmup_steps": 0,
+    "eval_steps": 0,
+    "eval_limit": 1,
+    "eval_num_generations": 1,
+    "probe_prompts": 0,
+    "save_steps": 0,
+    "completions_steps": 0,
+    "score_chunk": 1,
+    "ngram": 1,
+    "pass_k": 1,
+    "overlong_buffer": 0,
+    "length_penalty": 0,
+    "unlikeliness": 0,
+    "max_sampler_gap": 0,
+    "sampler_correction_floor": 0,
+    "kl_horizon": 1,
+    "reference_reset_steps": 1,
+    "max_approx_kl": 0,
+    "kl_budget": 0,
+    "entropy_coef": 0,
+    "target_entropy": 0,
+    "entropy_coef_step": 0,
+    "entropy_coef_max": 0,
+    "dynamic_sampling_batches": 1,
+    "oversample": 1,
+    "replay_groups": 0,
+    "replay_size": 1,
+    "replay_max_age": 1,
+    "vf_coef": 0,
+    "critic_warmup_steps": 0,
+    "lora_rank": 1,
+    "seeds": 1,
+    "teacher_coef": 0,
+    "mix_beta": 0,
+} | _OTHERS
 
 
 def resolve_algorithm(config: GRPOConfig) -> algos.Preset:
@@ -155,6 +153,7 @@ def check(config: GRPOConfig, devices: int) -> None:
             raise ValueError(f"{name}={value}: must be in ({above:g}, {most:g}]")
     if config.temperature <= 0:
         raise ValueError(f"temperature={config.temperature}: training samples, so it must be above 0")
+    check_options(config)
     _check_algorithm(config)
     _check_sizes(config, devices)
     if config.max_steps is not None and config.num_epochs is not None:

@@ -24,7 +24,7 @@ class Seen(NamedTuple):
 
     ended: Bool[Array, "N"]  # rows whose samples are whole; those that ask for nothing from the start
     tokens: Int32[Array, "N C"]
-    action_mask: Bool[Array, "N C"]
+    written: Bool[Array, "N C"]  # where there is a token, the policy's or a forced one
 
 
 class Chunks(NamedTuple):
@@ -59,7 +59,8 @@ def advance(
     """The state after so many passes more, or fewer where every row has ended; then it comes back as it was."""
     state = decode(params, requests, state, stops, state.step + passes, model=model, sampling=sampling)
     results = state.results
-    return _laid_out(state, model), Seen(ended_rows(state), results.tokens, results.action_mask)
+    written = results.action_mask if results.written is None else results.written
+    return _laid_out(state, model), Seen(ended_rows(state), results.tokens, written)
 
 
 def ended_rows(state: DecodeState) -> Bool[Array, "N"]:

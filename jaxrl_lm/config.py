@@ -4,6 +4,7 @@ The words and defaults are those of TRL and verl where one fits. Reading files a
 """
 
 import dataclasses
+import math
 from typing import Literal
 
 from jaxrl_lm.algorithm_config import (
@@ -30,6 +31,16 @@ class SamplingConfig:
     top_p: float | None = None
     min_p: float | None = None
     slots: int | None = None  # rows that are decoded at once, at most; None: all
+    # Rules, see `logit_rules.py`.
+    repetition_penalty: float | None = None
+    logit_bias: tuple[tuple[int, float], ...] = ()
+    suppress_tokens: tuple[int, ...] = ()
+    allowed_token_ids: tuple[int, ...] = ()  # empty: all
+    min_new_tokens: int = 0
+    forced_tokens: tuple[int, ...] = ()
+    max_thinking_tokens: int | None = None  # with a table of where thinking ends
+    end_of_thinking: tuple[int, ...] = ()  # what is then forced
+    vocabulary_mask: bool = False  # with the table of a grammar
 
     def __post_init__(self):
         if self.slots is not None and self.slots < 1:
@@ -42,11 +53,69 @@ class SamplingConfig:
             value = getattr(self, name)
             if value is not None and not 0.0 < value <= 1.0:
                 raise ValueError(f"{name}={value}: must be in (0, 1] (leave it out to turn it off)")
+        self._check_rules()
 
     @property
     def truncates(self) -> bool:
         """Whether the distribution that is sampled differs from the softmax."""
         return self.top_k is not None or self.top_p is not None or self.min_p is not None
+
+    @property
+    def penalises(self) -> bool:
+        return self.repetition_penalty not in (None, 1.0)
+
+    @property
+    def changes_logits(self) -> bool:
+        """Whether a rule changes the logits that are drawn from."""
+        given = self.logit_bias or self.suppress_tokens or self.allowed_token_ids or self.min_new_tokens
+        return bool(given) or self.penalises or self.vocabulary_mask
+
+    @property
+    def reshapes(self) -> bool:
+        """Whether what is sampled from is not the policy's softmax, so that there are behaviour log-probs."""
+        return self.truncates or self.changes_logits
+
+    @property
+    def forces(self) -> bool:
+        """Whether a row may have tokens that the policy did not choose."""
+        return bool(self.forced_tokens) or self.max_thinking_tokens is not None
+
+    def _check_rules(self) -> None:
+        if self.repetition_penalty is not None and not 0.0 < self.repetition_penalty < math.inf:
+            raise ValueError(f"repetition_penalty={self.repetition_penalty}: must be above 0 (1 is off)")
+        ids = [token for token, _ in self.logit_bias]
+        if len(set(ids)) < len(ids) or not all(math.isfinite(bias) for _, bias in self.logit_bias):
+            raise ValueError(f"logit_bias={self.logit_bias}: one finite number a token; suppress_tokens bans")
+        if not 0 <= self.min_new_tokens <= self.max_new_tokens:
+            raise ValueError(
+                f"min_new_tokens={self.min_new_tokens}: must be from 0 to max_completion_length={self.max_new_tokens}"
+            )
+        banned = set(self.suppress_tokens)
+        both = banned & set(self.allowed_token_ids)
+        if both:
+            raise ValueError(f"suppress_tokens and allowed_token_ids both have token {min(both)}: leave it out of one")
+        for name in ("forced_tokens", "end_of_thinking"):
+            for token in getattr(self, name):
+                if token in banned or (self.allowed_token_ids and token not in self.allowed_token_ids):
+                    raise ValueError(
+                        f"{name}: token {token} is forced, and banned by suppress_tokens or allowed_token_ids"
+                    )
+                if token in self.eos_token_ids:
+                    raise ValueError(f"{name}: token {token} ends the sequence: every completion would end with it")
+        self._check_thinking()
+
+    def _check_thinking(self) -> None:
+        budget, end = self.max_thinking_tokens, self.end_of_thinking
+        if (budget is not None) != bool(end):
+            raise ValueError(f"max_thinking_tokens={budget} and end_of_thinking={end}: give both, or neither")
+        if budget is not None and budget < 0:
+            raise ValueError(f"max_thinking_tokens={budget}: must be at least 0")
+        taken = len(self.forced_tokens) + (budget or 0) + len(end)
+        if taken and taken >= self.max_new_tokens:
+            raise ValueError(
+                f"forced_tokens, max_thinking_tokens and end_of_thinking take {taken} tokens: that leaves no answer of "
+                f"max_completion_length={self.max_new_tokens}"
+            )
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -120,6 +189,24 @@ class SamplingOptions:
     min_p: float | None = None
     stop: tuple[str, ...] = ()
     """Strings that end a completion; their tokens are the policy's own and are trained."""
+    repetition_penalty: float | None = None
+    """Logits of tokens of the prompt and the completion so far are divided by it, negative ones multiplied."""
+    logit_bias: dict[str, float] = dataclasses.field(default_factory=dict)
+    """Added to the logits of token ids, such as 42 = -5.0."""
+    suppress_tokens: tuple[int, ...] = ()
+    """Token ids that are never drawn."""
+    allowed_token_ids: tuple[int, ...] = ()
+    """Token ids that alone are drawn; empty: all."""
+    min_new_tokens: int = 0
+    """No end-of-sequence token is drawn among the first so many."""
+    forced_tokens: tuple[int, ...] = ()
+    """Token ids that every completion begins with; they are not the policy's actions."""
+    max_thinking_tokens: int | None = None
+    """After so many tokens without end_of_thinking it is forced; its tokens are then not the policy's actions."""
+    end_of_thinking: str | None = None
+    """Text, such as </think>, or the id of a token."""
+    vocabulary_mask: str | None = None
+    """Function that makes a grammar's table, package.module:function or file.py:function; see docs/generation.md."""
     decode_slots: int | None = None
     """Rows that are decoded at once, over all devices; one that ends gives its slot to the next. None: all of a step."""
 

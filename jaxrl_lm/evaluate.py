@@ -10,7 +10,7 @@ import jax
 import numpy as np
 
 from jaxrl_lm.algos import pass_at_k, same_outcome_share
-from jaxrl_lm.distributed import spread
+from jaxrl_lm.distributed import gather, spread
 from jaxrl_lm.encode import EncodedPrompts
 from jaxrl_lm.rewards import RewardError, RewardFunction, columns_of, compute_rewards
 from jaxrl_lm.rollout import EVAL, PROBE, Sampled, Sampler
@@ -67,6 +67,11 @@ def _sample_calls(sampler: Sampler, decode_params, key, prompts: EncodedPrompts,
             yield indices, call, sampler(decode_params, key, prompts, indices, step=number, **options(call))
 
 
+def _actions(sampled: Sampled) -> np.ndarray:
+    """How many tokens of each real row the policy chose."""
+    return gather(sampled.rollout.action_mask)[: sampled.count].sum(1)
+
+
 def evaluate(
     sampler: Sampler,
     decode_params: Any,
@@ -111,7 +116,7 @@ def evaluate(
         lengths.extend(size[~is_greedy].tolist())
         cut.extend(sampled.truncated[~is_greedy].tolist())
         logprobs += float(sampled.logprob_sums[~is_greedy].sum())
-        tokens += int(size[~is_greedy].sum())
+        tokens += int(_actions(sampled)[~is_greedy].sum())
         for place, index in enumerate(indices):
             mine = slice(place * group, (place + 1) * group)
             record = records.setdefault(index, {"prompt": prompts.texts[index], "samples": 0, "correct": 0})

@@ -20,7 +20,7 @@ from jaxrl_lm.collect import Collected, Judged, draw, settle
 from jaxrl_lm.distributed import gather, one_at_a_time, place, several
 from jaxrl_lm.host import Host
 from jaxrl_lm.prepare import Setup
-from jaxrl_lm.rollout import Sampled, pack_array, unpack_array
+from jaxrl_lm.rollout import Sampled, last_tokens, pack_array, unpack_array
 from jaxrl_lm.step_rewards import StepRewards
 from jaxrl_lm.types import Rollout
 
@@ -133,6 +133,7 @@ class Flight:
             "count": sampled.count,
             "indices": [int(index) for index in judged.indices],
             "texts": list(sampled.texts),
+            "lengths": list(map(len, sampled.completion_ids)),
             "metrics": list(found.metrics),
             "generated": found.generated,
             "prompt_tokens": found.prompt_tokens,
@@ -154,7 +155,6 @@ class Flight:
                 "dataset: restore it"
             )
         rows = [known[index] for index in saved["indices"] for _ in range(group)]
-        mask = rollout.action_mask
         sampled = Sampled(
             rollout=setup.steps.place(rollout),
             temperature=setup.steps.place(arrays["temperature"]),
@@ -162,7 +162,7 @@ class Flight:
             rows=rows,
             prompts=[row["prompt"] for row in rows],
             texts=list(saved["texts"]),
-            completion_ids=[rollout.tokens[n, mask[n]].tolist() for n in range(count)],
+            completion_ids=last_tokens(jax.tree.map(lambda x: x[:count], rollout), saved["lengths"]),
             logprob_sums=arrays["logprob_sums"],
             truncated=rollout.truncated[:count],
         )

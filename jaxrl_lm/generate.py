@@ -14,8 +14,19 @@ import jax.numpy as jnp
 from jaxtyping import Array, Bool, Float, Int32, Shaped
 
 from jaxrl_lm.config import SamplingConfig
+from jaxrl_lm.logit_rules import (
+    RuleState,
+    Tables,
+    advance,
+    check_rules,
+    first_rules,
+    forced,
+    renewed,
+    ruled,
+    tokens_seen,
+)
 from jaxrl_lm.models import Cache, Model, extend, fuse_layers, next_logits, prefill, room_for
-from jaxrl_lm.sampling import draw
+from jaxrl_lm.sampling import Drawn, draw
 from jaxrl_lm.types import Params, Requests, Rollout
 
 EMPTY = -1  # in place of a slot's row
@@ -36,6 +47,7 @@ class Results(NamedTuple):
     logprobs: Float[Array, "N C"]
     behaviour_logprobs: Float[Array, "N C"]
     ended: Bool[Array, "N"]  # by an end-of-sequence token or a stop string
+    written: Bool[Array, "N C"] | None = None  # all tokens, forced ones too; None: those of action_mask
 
 
 class DecodeState(NamedTuple):
@@ -53,6 +65,7 @@ class DecodeState(NamedTuple):
     prefixes: Prefixes
     order: Int32[Array, "D n"]  # the rows that ask for tokens, first to last, then the others; D parts of n rows
     total: Int32[Array, "D"]  # how many ask
+    rules: RuleState | None = None  # what rules remember of the row of each slot
 
 
 def prepare_decode(params: Params, *, model: Model) -> Params:
@@ -120,6 +133,7 @@ def start(prefixes: Prefixes, requests: Requests, *, model: Model, sampling: Sam
     wider = lambda x, axis: model.constrain_kv(jnp.pad(pick(x), [more if a == axis else (0, 0) for a in range(4)]))
     layers = tuple((wider(k, 3), wider(v, 2)) for k, v in prefixes.cache.layers)
     empty = jnp.zeros((rows, new), jnp.float32)
+    seen = _seen(requests, model, sampling)
     return DecodeState(
         step=jnp.zeros((), jnp.int32),
         busy=jnp.zeros((), jnp.int32),
@@ -135,11 +149,18 @@ def start(prefixes: Prefixes, requests: Requests, *, model: Model, sampling: Sam
             logprobs=empty,
             behaviour_logprobs=empty,
             ended=jnp.zeros((rows,), bool),
+            written=jnp.zeros((rows, new), bool) if sampling.forces else None,
         ),
         prefixes=prefixes,
         order=order,
         total=total,
+        rules=first_rules(sampling, slots, None if seen is None else pick(seen)),
     )
+
+
+def _seen(requests: Requests, model: Model, sampling: SamplingConfig) -> Bool[Array, "P V"] | None:
+    """The tokens of each prompt, where a rule asks for them."""
+    return tokens_seen(requests.tokens, requests.segment_ids, model.config.vocab_size) if sampling.penalises else None
 
 
 def _check(rows: int, prompts: int, slots: int, parts: int) -> None:
@@ -169,13 +190,17 @@ def decode(
     params: Params,
     requests: Requests,
     state: DecodeState,
-    stops: Int32[Array, "states V"] | None = None,
+    stops: Int32[Array, "states V"] | Tables | None = None,
     until: Int32[Array, ""] | None = None,
     *,
     model: Model,
     sampling: SamplingConfig,
 ) -> DecodeState:
-    """The state when every row has ended, or after pass number `until`; `stops` is the table of `stops.stop_table`."""
+    """The state when every row has ended, or after pass number `until`; `stops` is the table of `stops.stop_table`, or
+    all tables of the rules. Raises ValueError as `check_rules`."""
+    tables = stops if isinstance(stops, Tables) else Tables(stops)
+    check_rules(sampling, tables, model.config.vocab_size)
+    stops, seen = tables.stops, _seen(requests, model, sampling)
     parts, own = state.next.shape[0], state.results.ended.shape[0] // state.next.shape[0]
     eos = jnp.asarray(sampling.eos_token_ids, jnp.int32)
     rows, slots = state.results.ended.shape[0], state.request.shape[0]
@@ -187,13 +212,20 @@ def decode(
         of = lambda x: _pick(x, request, parts)
         hidden, cache = extend(params, state.token[:, None], state.cache, model=model, count=active.astype(jnp.int32))
         keys = jax.vmap(jax.random.fold_in)(of(requests.keys), state.drawn)
-        drawn = draw(next_logits(params, hidden[:, :, 0], model=model), keys, of(requests.temperature), sampling)
+        logits = next_logits(params, hidden[:, :, 0], model=model)
+        shaped = ruled(logits, state.rules, state.drawn, tables, sampling)
+        drawn = draw(logits, keys, of(requests.temperature), sampling, shaped)
+        given, chosen = forced(state.rules, state.drawn, tables, sampling), None
+        if given is not None:
+            chosen = given < 0
+            zero = lambda x: jnp.where(chosen, x, 0.0)
+            drawn = Drawn(jnp.where(chosen, drawn.token, given), zero(drawn.logprob), zero(drawn.behaviour_logprob))
         token = jnp.where(active, drawn.token, sampling.pad_token_id)
         over, stop_state = (token[:, None] == eos[None]).any(1), state.stop_state
         if stops is not None:
             stop_state = jnp.where(active, stops[stop_state, token], stop_state)
             over = over | (stop_state == stops.shape[0] - 1)
-        results = _record(state, token, drawn.logprob, drawn.behaviour_logprob, active & over, parts)
+        results = _record(state, token, drawn.logprob, drawn.behaviour_logprob, active & over, parts, chosen)
         count = state.drawn + 1
         done = active & (over | (count >= of(limits)))
         state = state._replace(
@@ -205,8 +237,9 @@ def decode(
             stop_state=stop_state,
             cache=cache,
             results=results,
+            rules=advance(state.rules, token, active, tables),
         )
-        return _refill(state, parts, own) if slots < rows else state
+        return _refill(state, parts, own, seen) if slots < rows else state
 
     def goes_on(state: DecodeState) -> Bool[Array, ""]:
         more = (state.request > EMPTY).any() & (state.step < most)
@@ -215,8 +248,8 @@ def decode(
     return jax.lax.while_loop(goes_on, body, state)
 
 
-def _record(state: DecodeState, token, logprob, behaviour, ended, parts: int) -> Results:
-    """The results with what every slot has drawn; that of an empty slot has no place there."""
+def _record(state: DecodeState, token, logprob, behaviour, ended, parts: int, chosen=None) -> Results:
+    """The results with what every slot has drawn; that of an empty slot has no place there. `chosen`: by the policy."""
     rows = state.results.ended.shape[0]
     outside = jnp.where(state.request == EMPTY, rows // parts, state.request)
     places = (_apart(outside, parts), _apart(state.drawn, parts))
@@ -229,15 +262,16 @@ def _record(state: DecodeState, token, logprob, behaviour, ended, parts: int) ->
     at_end = jnp.where(_apart(ended, parts), places[0], rows // parts)
     return Results(
         tokens=one(results.tokens, token),
-        action_mask=one(results.action_mask, jnp.ones_like(ended)),
+        action_mask=one(results.action_mask, jnp.ones_like(ended) if chosen is None else chosen),
         logprobs=one(results.logprobs, logprob),
         behaviour_logprobs=one(results.behaviour_logprobs, behaviour),
         ended=mark(_apart(results.ended, parts), at_end).reshape(rows),
+        written=None if chosen is None else one(results.written, jnp.ones_like(ended)),
     )
 
 
-def _refill(state: DecodeState, parts: int, own: int) -> DecodeState:
-    """The state with the next rows of the queue in the empty slots, first slots first."""
+def _refill(state: DecodeState, parts: int, own: int, seen: Bool[Array, "P V"] | None) -> DecodeState:
+    """The state with the next rows of the queue in the empty slots, first slots first; `seen` as `_seen`."""
     prefixes, slots = state.prefixes, state.request.shape[0]
     group = state.results.ended.shape[0] // prefixes.token.shape[0]
     request = _apart(state.request, parts)
@@ -272,6 +306,7 @@ def _refill(state: DecodeState, parts: int, own: int) -> DecodeState:
             jax.lax.fori_loop(0, count.max(), copy, state.cache.layers),
             jnp.where(taken_slots, of(prefixes.cache.lengths), state.cache.lengths),
         ),
+        rules=renewed(state.rules, taken_slots, None if seen is None else of(seen)),
     )
 
 
@@ -282,12 +317,13 @@ def collect(state: DecodeState, requests: Requests, *, sampling: SamplingConfig)
     prompt = lambda x: jnp.repeat(x, copies, axis=0)
     beside = lambda x: jnp.pad(x, ((0, 0), (columns, 0)))
     action_mask = beside(results.action_mask)
+    written = results.action_mask if results.written is None else results.written
     return Rollout(
         tokens=jnp.concatenate([prompt(requests.tokens), results.tokens], axis=1),
-        segment_ids=jnp.concatenate([prompt(requests.segment_ids), results.action_mask.astype(jnp.int32)], axis=1),
+        segment_ids=jnp.concatenate([prompt(requests.segment_ids), written.astype(jnp.int32)], axis=1),
         action_mask=action_mask,
         logprobs=beside(results.logprobs),
-        behaviour_logprobs=beside(results.behaviour_logprobs) if sampling.truncates else None,
+        behaviour_logprobs=beside(results.behaviour_logprobs) if sampling.reshapes else None,
         truncated=(requests.max_new > 0) & ~results.ended,
         turn_ids=action_mask.astype(jnp.int32),
         policy_step=jnp.where(action_mask, requests.policy_step, 0),
@@ -297,7 +333,7 @@ def collect(state: DecodeState, requests: Requests, *, sampling: SamplingConfig)
 def generate(
     params: Params,
     requests: Requests,
-    stops: Int32[Array, "states V"] | None = None,
+    stops: Int32[Array, "states V"] | Tables | None = None,
     *,
     model: Model,
     sampling: SamplingConfig,
@@ -305,8 +341,8 @@ def generate(
     """Sampled completions of the requested prompts: `read_prompts`, `start`, `decode` until all have ended, `collect`.
 
     The log-probs are those that `score` gives at the same temperature, `behaviour_logprobs` those of the distribution
-    after top-k, top-p and min-p (None when these are off). A row is `truncated` when it ran into its limit. Raises
-    ValueError as `start`.
+    after rules, top-k, top-p and min-p (None when these are off). Forced tokens stand in `tokens` and `segment_ids`, not
+    in `action_mask`. A row is `truncated` when it ran into its limit. Raises ValueError as `start` and `decode`.
     """
     state = start(read_prompts(params, requests, model=model), requests, model=model, sampling=sampling)
     return collect(decode(params, requests, state, stops, model=model, sampling=sampling), requests, sampling=sampling)

@@ -23,6 +23,7 @@ from jaxrl_lm.encode import EncodedPrompts
 from jaxrl_lm.process_model import split_steps as steps_with_ends
 from jaxrl_lm.rewards import RewardFunction
 from jaxrl_lm.rollout import Sampled
+from jaxrl_lm.rule_tables import refuse_from_the_start
 from jaxrl_lm.tools_config import LabelStepsConfig
 
 SAMPLE, ROLLOUT = 0, 1  # numbers of draws
@@ -296,6 +297,7 @@ def check_options(config: LabelStepsConfig) -> None:
         value = getattr(config, name)
         if value is not None and value < 1:
             raise ValueError(f"{name}={value}: must be at least 1")
+    refuse_from_the_start(config, "label-steps")
     split_steps("", config.step_separator)
     labels_of(np.zeros((1, 1)), kind=config.label, beta=config.label_beta)
 

@@ -90,6 +90,11 @@ def open_online(config: DPOConfig, basis: Basis, dataset: Any, reward_functions)
     buckets = tuple(sorted(config.prompt_buckets)) or default_buckets(lengths)
     start = choose_bucket(max(lengths), buckets)
     sampling = make_sampling(config, basis.tokenizer, basis.generation)
+    if sampling.forces:
+        raise ValueError(
+            "forced_tokens and max_thinking_tokens: sampled pairs are trained whole, with what the policy did not choose; "
+            "leave them out"
+        )
     count = config.prompts_per_step * config.num_generations
     steps = compile_steps(basis.model, basis.plan, objective=None, tx=optax.identity(), rows=count, sampling=sampling,
                           lora=lora_of(config))  # fmt: skip

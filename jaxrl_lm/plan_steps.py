@@ -31,6 +31,7 @@ from jaxrl_lm.placement import Placement, check_placement, check_places
 from jaxrl_lm.plan_config import PlanConfig, open_model_config
 from jaxrl_lm.prepare import compile_run
 from jaxrl_lm.reward_model import PREFIX
+from jaxrl_lm.rule_tables import rules_of
 from jaxrl_lm.sharding import Plan
 from jaxrl_lm.steps import Steps, minibatch_rows
 from jaxrl_lm.types import Frozen, Requests, Scores
@@ -69,7 +70,7 @@ def with_machine_defaults(config: PlanConfig, model: ModelConfig) -> ModelConfig
 
 def check_plannable(config: PlanConfig) -> None:
     """Raises ValueError for parts of a run that are not planned."""
-    for name in ("teacher", "mix", "step_reward", "true_reward"):
+    for name in ("teacher", "mix", "step_reward", "true_reward", "end_of_thinking", "vocabulary_mask"):
         if getattr(config, name):
             raise ValueError(f"plan: {name} is not planned yet; leave it out, and add its memory and time by hand")
     check_places(config)
@@ -126,6 +127,7 @@ def trace_steps(
         top_p=config.top_p,
         min_p=config.min_p,
         slots=config.decode_slots,
+        **rules_of(config, None),
     )
     steps, _ = compile_run(
         config,

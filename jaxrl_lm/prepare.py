@@ -48,10 +48,10 @@ from jaxrl_lm.options import from_dict
 from jaxrl_lm.placement import Placement, check_placement, open_placement, placement_notes
 from jaxrl_lm.rewards import RewardFunction
 from jaxrl_lm.rollout import Sampler
+from jaxrl_lm.rule_tables import rule_tables, rules_of
 from jaxrl_lm.runs import check_processes
 from jaxrl_lm.sharding import Plan, build_plan
 from jaxrl_lm.steps import Steps, compile_steps
-from jaxrl_lm.stops import stop_table
 from jaxrl_lm.types import Params
 from jaxrl_lm.update import Objective
 
@@ -132,7 +132,7 @@ def plan_of(config: MachineOptions) -> Plan:
 
 
 def make_sampling(config: Any, tokenizer, generation: dict[str, Any]) -> SamplingConfig:
-    """The static part of sampling, from a config with max_completion_length, top_k, top_p, min_p and decode_slots."""
+    """The static part of sampling, from a config with `SamplingOptions`."""
     eos = eos_token_ids(generation, tokenizer)
     pad = tokenizer.pad_token_id if tokenizer.pad_token_id is not None else eos[0]
     return SamplingConfig(
@@ -143,14 +143,15 @@ def make_sampling(config: Any, tokenizer, generation: dict[str, Any]) -> Samplin
         top_p=config.top_p,
         min_p=config.min_p,
         slots=config.decode_slots,
+        **rules_of(config, tokenizer),
     )
 
 
 def make_sampler(
     steps: Steps, config: Any, tokenizer, sampling: SamplingConfig, *, buckets, prompts: int, vocab: int
 ) -> Sampler:
-    """A sampler whose stop strings, if any, are on the devices."""
-    table = stop_table(config.stop, tokenizer, vocab)
+    """A sampler whose tables of stop strings and rules, if any, are on the devices."""
+    table = rule_tables(config, sampling, tokenizer, vocab)
     return Sampler(
         steps=steps,
         tokenizer=tokenizer,
@@ -159,7 +160,8 @@ def make_sampler(
         group_size=config.num_generations,
         max_new_tokens=sampling.max_new_tokens,
         pad_token_id=sampling.pad_token_id,
-        stops=None if table is None else place(table, steps.placement.rollout.replicated),
+        stops=jax.tree.map(lambda x: place(x, steps.placement.rollout.replicated), table),
+        forces=sampling.forces,
     )
 
 

@@ -19,20 +19,68 @@ class Drawn(NamedTuple):
 
 def truncate(logits: Float[Array, "N V"], sampling: SamplingConfig) -> Float[Array, "N V"]:
     """Logits with −inf outside top-k, then top-p, then min-p, in transformers' order. The best token always stays;
-    ties at a threshold stay together."""
+    ties at a threshold stay together. Each is a threshold, found without a sort of the vocabulary."""
+    threshold = ordered = None
     if sampling.top_k is not None and sampling.top_k < logits.shape[1]:
-        kth = jax.lax.top_k(logits, sampling.top_k)[0][:, -1:]
-        logits = jnp.where(logits >= kth, logits, -jnp.inf)
+        ordered = jax.lax.top_k(logits, sampling.top_k)[0]
+        threshold = ordered[:, -1:]
     if sampling.top_p is not None and sampling.top_p < 1.0:  # at 1 the rounded sum would cut off the tail
-        ordered = jnp.sort(logits, axis=1, descending=True)
-        probs = jax.nn.softmax(ordered, axis=1)
-        kept = (jnp.cumsum(probs, axis=1) - probs) < sampling.top_p
-        threshold = jnp.min(jnp.where(kept, ordered, jnp.inf), axis=1, keepdims=True)
-        logits = jnp.where(logits >= threshold, logits, -jnp.inf)
+        of_best = ordered is not None
+        threshold = _nucleus_of_best(logits, ordered, sampling.top_p) if of_best else nucleus(logits, sampling.top_p)
     if sampling.min_p is not None:
-        best = jnp.max(logits, axis=1, keepdims=True)
-        logits = jnp.where(logits >= best + jnp.log(sampling.min_p), logits, -jnp.inf)
-    return logits
+        least = jnp.max(logits, axis=1, keepdims=True) + jnp.log(sampling.min_p)
+        threshold = least if threshold is None else jnp.maximum(threshold, least)
+    return logits if threshold is None else jnp.where(logits >= threshold, logits, -jnp.inf)
+
+
+def nucleus(logits: Float[Array, "N V"], top_p: float, *, ways: int | None = None) -> Float[Array, "N 1"]:
+    """The least logit of the nucleus: of the tokens above which the probabilities sum to less than top_p.
+
+    That sum falls as the threshold rises. So the threshold's place among the float32 numbers, whose bits are ordered as
+    they are, is found by cutting the interval into `ways` parts again and again (2 on a CPU, where a comparison costs;
+    8 elsewhere, where reading the logits does: the same threshold), which takes 29 or 10 sums over the vocabulary.
+    Source of the nucleus: Holtzman et al. (2020). Weights that are equal as float32 numbers are ties.
+    """
+    rows, size = logits.shape
+    ways = ways or (2 if jax.default_backend() == "cpu" else 8)
+    weights = jnp.exp(logits - jnp.max(logits, axis=1, keepdims=True))
+    blocks = jnp.pad(weights, ((0, 0), (0, -size % BLOCK))).reshape(rows, -1, BLOCK)
+    bits = lambda x: jax.lax.bitcast_convert_type(x, jnp.int32)
+    weight = lambda x: jax.lax.bitcast_convert_type(x, jnp.float32)
+
+    def above(low: Float[Array, "N"]) -> Float[Array, "N"]:
+        parts = jnp.sum(jnp.where(blocks > low[:, None, None], blocks, 0.0), axis=1)
+        return jnp.sum(jax.lax.optimization_barrier(parts), axis=1)  # in two: less rounding
+
+    total = above(jnp.full((rows,), -1.0))
+    limit = top_p * total
+    # All tokens of a weight below this one together have less than half of what the nucleus leaves out.
+    low, high = bits(0.5 * (1.0 - top_p) * total / size), bits(jnp.ones((rows,), jnp.float32))
+
+    def cut(ends):
+        low, high = ends  # the first is outside, the second is inside
+        step = (high - low + ways - 1) // ways
+        middles = [jnp.minimum(low + number * step, high - 1) for number in range(1, ways)]
+        inside = [(middle > low) & (above(weight(middle)) < limit) for middle in middles]
+        for middle, within in zip(middles, inside, strict=True):
+            low, high = (
+                jnp.where(within, low, jnp.maximum(low, middle)),
+                jnp.where(within, jnp.minimum(high, middle), high),
+            )
+        return low, high
+
+    _, least = jax.lax.while_loop(lambda ends: jnp.any(ends[1] - ends[0] > 1), cut, (low, high))
+    return jnp.min(jnp.where(weights >= weight(least)[:, None], logits, jnp.inf), axis=1, keepdims=True)
+
+
+def _nucleus_of_best(logits: Float[Array, "N V"], ordered: Float[Array, "N k"], top_p: float) -> Float[Array, "N 1"]:
+    """The same within top-k, of whose logits the best k come in order; more may be tied with the last of them."""
+    more = jnp.sum(logits >= ordered[:, -1:], axis=1) - ordered.shape[1]
+    weights = jnp.exp(ordered - ordered[:, :1])
+    total = jnp.sum(weights, axis=1) + more * weights[:, -1]
+    before = jnp.pad(jnp.cumsum(weights, axis=1)[:, :-1], ((0, 0), (1, 0)))
+    kept = before < (top_p * total)[:, None]
+    return jnp.min(jnp.where(kept, ordered, jnp.inf), axis=1, keepdims=True)
 
 
 def _gumbel_argmax(keys: Key[Array, "N"], logits: Float[Array, "N n"], greedy: Bool[Array, "N"]) -> Int32[Array, "N"]:
@@ -66,14 +114,26 @@ def categorical(
 
 
 def draw(
-    logits: Float[Array, "N V"], keys: Key[Array, "N"], temperature: Float[Array, "N"], sampling: SamplingConfig
+    logits: Float[Array, "N V"],
+    keys: Key[Array, "N"],
+    temperature: Float[Array, "N"],
+    sampling: SamplingConfig,
+    ruled: Float[Array, "N V"] | None = None,
 ) -> Drawn:
-    """A token a row, with its log-probs. Temperature 0 is argmax, with log-probs at temperature 1 and a behaviour of 0."""
+    """A token a row, with its log-probs. Temperature 0 is argmax, with log-probs at temperature 1 and a behaviour of 0.
+
+    `ruled`: the logits under `logit_rules`, which are then drawn from; the log-prob stays that of the policy's own.
+    """
     greedy = temperature <= 0
-    scaled = logits / jnp.where(greedy, 1.0, temperature)[:, None]
-    token, log_total = categorical(truncate(scaled, sampling) if sampling.truncates else scaled, keys, greedy)
-    chosen = jnp.take_along_axis(scaled, token[:, None], axis=1)[:, 0]
-    if not sampling.truncates:
-        logprob = chosen - log_total
+    heat = jnp.where(greedy, 1.0, temperature)[:, None]
+    scaled = logits / heat
+    drawn_from = scaled if ruled is None else ruled / heat
+    if sampling.truncates:
+        drawn_from = truncate(drawn_from, sampling)
+    token, log_total = categorical(drawn_from, keys, greedy)
+    of = lambda values: jnp.take_along_axis(values, token[:, None], axis=1)[:, 0]
+    if not sampling.truncates and ruled is None:
+        logprob = of(scaled) - log_total
         return Drawn(token, logprob, logprob)
-    return Drawn(token, chosen - jax.nn.logsumexp(scaled, axis=1), jnp.where(greedy, 0.0, chosen - log_total))
+    behaviour = of(scaled if ruled is None else ruled / heat) - log_total
+    return Drawn(token, of(scaled) - jax.nn.logsumexp(scaled, axis=1), jnp.where(greedy, 0.0, behaviour))

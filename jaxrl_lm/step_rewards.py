@@ -38,15 +38,25 @@ def score_steps(
 
 
 def place_steps(steps: Sequence[RowSteps], sampled: Sampled, tokenizer: Any) -> StepRewards:
-    """The steps on the tokens that they end with; of several on one token the last one counts."""
-    mask = gather(sampled.rollout.action_mask)
+    """The steps on the tokens that they end with; of several on one token the last one counts.
+
+    A step that ends with a token that the policy did not choose stands on the last one before it that it did.
+    """
+    mask, segments = gather((sampled.rollout.action_mask, sampled.rollout.segment_ids))
     rewards, ends, merged = np.zeros(mask.shape, np.float32), np.zeros(mask.shape, bool), 0
     for row, (found, ids, text) in enumerate(zip(steps, sampled.completion_ids, sampled.texts, strict=True)):
         if not found:
             continue
         tokens = step_tokens(ids, text, [end for end, _ in found], tokenizer)
-        paid = dict(zip(tokens, (value for _, value in found), strict=True))  # the later one of a token stays
-        columns = np.flatnonzero(mask[row])[list(paid)]
+        actions = np.flatnonzero(mask[row])
+        if not len(actions):
+            continue
+        written = (
+            actions if len(actions) == len(ids) else np.flatnonzero(segments[row])[-len(ids) :]
+        )  # with forced ones
+        place = np.maximum(np.searchsorted(actions, written[tokens], side="right") - 1, 0)
+        paid = dict(zip(actions[place].tolist(), (value for _, value in found), strict=True))  # the later one stays
+        columns = list(paid)
         rewards[row, columns], ends[row, columns] = list(paid.values()), True
         merged += len(found) - len(paid)
     return StepRewards(list(steps), rewards, ends, merged)

@@ -85,14 +85,22 @@ def stop_table(stops: tuple[str, ...], tokenizer, vocab_size: int) -> np.ndarray
         return None
     if any(not stop for stop in stops):
         raise ValueError("stop: an empty string would end every completion at once")
-    table, found = _automaton(tuple(stop.encode() for stop in stops))
-    pieces = token_bytes(tokenizer)[:vocab_size]
+    table, _ = _automaton(tuple(stop.encode() for stop in stops))
+    return read_vocabulary(table, token_bytes(tokenizer), vocab_size)
+
+
+def read_vocabulary(table: np.ndarray, pieces: list[bytes], vocab_size: int) -> np.ndarray:
+    """The state [states, vocab_size] after the bytes of each token, from each state of a table [states, 256].
+
+    `pieces` are the bytes of the tokens; ids beyond them write nothing.
+    """
+    pieces = pieces[:vocab_size]
     pieces += [b""] * (vocab_size - len(pieces))
     lengths = np.array([len(piece) for piece in pieces])
     padded = np.zeros((vocab_size, max(1, lengths.max())), np.uint8)
     for number, piece in enumerate(pieces):
         padded[number, : len(piece)] = np.frombuffer(piece, np.uint8)
-    state = np.repeat(np.arange(found + 1, dtype=np.int32)[:, None], vocab_size, axis=1)
+    state = np.repeat(np.arange(len(table), dtype=np.int32)[:, None], vocab_size, axis=1)
     for column in range(padded.shape[1]):
         state = np.where(lengths[None] > column, table[state, padded[None, :, column]], state)
     return state.astype(np.int32)

@@ -12,7 +12,7 @@ from jaxrl_lm.rollout.prompts import (
     categories_of,
     never_solved_share,
 )
-from jaxrl_lm.rollout.replay import Group, Replay, pack_array, unpack_array
+from jaxrl_lm.rollout.replay import Group, Replay, last_tokens, pack_array, unpack_array
 from jaxrl_lm.rollout.sampler import EVAL, GREEDY, PROBE, TRAIN, Sampled, Sampler
 from jaxrl_lm.rollout.select import choose_rows, join, unequal_groups
 
@@ -33,6 +33,7 @@ __all__ = [
     "categories_of",
     "choose_rows",
     "join",
+    "last_tokens",
     "never_solved_share",
     "pack_array",
     "unequal_groups",

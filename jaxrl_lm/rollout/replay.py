@@ -129,6 +129,7 @@ def _to_json(group: Group) -> dict[str, Any]:
         "policy_step": group.policy_step,
         "texts": list(sampled.texts),
         "arrays": {name: pack_array(array) for name, array in arrays.items()},
+        "lengths": list(map(len, sampled.completion_ids)),
     }
 
 
@@ -138,7 +139,7 @@ def _from_json(saved: Mapping[str, Any], rows: Sequence[dict[str, Any]]) -> Grou
         raise ValueError(f"replay: the saved prompt {index} is not among the {len(rows)} of the dataset: restore it")
     arrays = {name: unpack_array(packed) for name, packed in saved["arrays"].items()}
     rollout = Rollout(*(arrays.get(name) for name in Rollout._fields))
-    count = len(rollout.tokens)
+    count, lengths = len(rollout.tokens), saved.get("lengths", rollout.action_mask.sum(1))
     sampled = Sampled(
         rollout=rollout,
         temperature=arrays["temperature"],
@@ -146,11 +147,17 @@ def _from_json(saved: Mapping[str, Any], rows: Sequence[dict[str, Any]]) -> Grou
         rows=[rows[index]] * count,
         prompts=[rows[index]["prompt"]] * count,
         texts=list(saved["texts"]),
-        completion_ids=[t[m].tolist() for t, m in zip(rollout.tokens, rollout.action_mask, strict=True)],
+        completion_ids=last_tokens(rollout, lengths),
         logprob_sums=arrays["logprob_sums"],
         truncated=rollout.truncated,
     )
     return Group(sampled, arrays["rewards"], index, saved["solve_rate"], saved["policy_step"])
+
+
+def last_tokens(rollout: Rollout, lengths: Sequence[int]) -> list[list[int]]:
+    """So many last tokens of each row: of its completion, with those that the policy did not choose."""
+    rows = zip(rollout.tokens, rollout.segment_ids > 0, lengths, strict=True)
+    return [tokens[real][real.sum() - length :].tolist() for tokens, real, length in rows]
 
 
 def pack_array(array: np.ndarray) -> dict[str, Any]:

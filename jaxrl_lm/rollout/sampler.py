@@ -31,8 +31,8 @@ class Sampled(NamedTuple):
     rows: list[dict[str, Any]]  # the dataset row of each real row
     prompts: list[Any]  # as in the dataset, text or messages
     texts: list[str]
-    completion_ids: list[list[int]]  # the tokens that the policy chose
-    logprob_sums: np.ndarray  # [count], of these tokens
+    completion_ids: list[list[int]]  # the tokens of the completion: those that the policy chose, and forced ones
+    logprob_sums: np.ndarray  # [count], of the tokens that the policy chose
     truncated: np.ndarray  # [count]
 
 
@@ -47,7 +47,8 @@ class Sampler:
     group_size: int
     max_new_tokens: int
     pad_token_id: int
-    stops: Any = None  # table of stop strings on the devices
+    stops: Any = None  # table of stop strings on the devices, or `logit_rules.Tables`
+    forces: bool = False  # whether rules put tokens into rows that the policy did not choose
 
     def __call__(
         self,
@@ -87,7 +88,10 @@ class Sampler:
         chosen, mask, logprobs, truncated = gather(
             (rollout.tokens, rollout.action_mask, rollout.logprobs, rollout.truncated)
         )
-        completion_ids = [chosen[n, mask[n]].tolist() for n in range(count)]
+        written = mask
+        if self.forces:
+            written = (gather(rollout.segment_ids) > 0) & (np.arange(mask.shape[1]) >= tokens.shape[1])
+        completion_ids = [chosen[n, written[n]].tolist() for n in range(count)]
         decode = lambda own: self.tokenizer.batch_decode(completion_ids[own.start : own.stop], skip_special_tokens=True)
         texts = spread(count, decode) if beside is None else beside.texts()
         dataset_rows = [prompts.rows[i] for i in indices for _ in range(self.group_size)]
