@@ -29,8 +29,13 @@ class SamplingConfig:
     top_p: float | None = None
     min_p: float | None = None
     slots: int | None = None  # rows that are decoded at once, at most; None: all
+    kv_cache_dtype: str | None = None  # int8, or None: that of the computation
 
     def __post_init__(self):
+        if self.kv_cache_dtype not in (None, "int8"):
+            raise ValueError(
+                f"kv_cache_dtype={self.kv_cache_dtype!r} is unknown: use int8, or leave it out for the computation's own"
+            )
         if self.slots is not None and self.slots < 1:
             raise ValueError(f"decode_slots={self.slots}: must be at least 1 (leave it out to decode all rows at once)")
         if self.max_new_tokens < 1:
@@ -121,6 +126,8 @@ class SamplingOptions:
     """Strings that end a completion; their tokens are the policy's own and are trained."""
     decode_slots: int | None = None
     """Rows that are decoded at once, over all devices; one that ends gives its slot to the next. None: all of a step."""
+    kv_cache_dtype: Literal["int8"] | None = None
+    """Of the keys and values that generation keeps; None: that of the computation."""
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)

@@ -126,6 +126,7 @@ def trace_steps(
         top_p=config.top_p,
         min_p=config.min_p,
         slots=config.decode_slots,
+        kv_cache_dtype=config.kv_cache_dtype,
     )
     steps, _ = compile_run(
         config,

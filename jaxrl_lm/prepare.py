@@ -132,7 +132,8 @@ def plan_of(config: MachineOptions) -> Plan:
 
 
 def make_sampling(config: Any, tokenizer, generation: dict[str, Any]) -> SamplingConfig:
-    """The static part of sampling, from a config with max_completion_length, top_k, top_p, min_p and decode_slots."""
+    """The static part of sampling, from a config with max_completion_length, top_k, top_p, min_p, decode_slots
+    and kv_cache_dtype."""
     eos = eos_token_ids(generation, tokenizer)
     pad = tokenizer.pad_token_id if tokenizer.pad_token_id is not None else eos[0]
     return SamplingConfig(
@@ -143,6 +144,7 @@ def make_sampling(config: Any, tokenizer, generation: dict[str, Any]) -> Samplin
         top_p=config.top_p,
         min_p=config.min_p,
         slots=config.decode_slots,
+        kv_cache_dtype=config.kv_cache_dtype,
     )
 
 
