@@ -310,9 +310,9 @@ def generate(
 ) -> Rollout:
     """Sampled completions of the requested prompts: `read_prompts`, `start`, `decode` until all have ended, `collect`.
 
-    The log-probs are those that `score` gives at the same temperature, but for what an int8 cache changes, which both
-    have been drawn with; `behaviour_logprobs` those of the distribution after top-k, top-p and min-p (None when these are
-    off). A row is `truncated` when it ran into its limit. Raises ValueError as `start`.
+    The log-probs are those that `score` gives at the same temperature, with an int8 cache up to its rounding, which the
+    tokens were drawn with; `behaviour_logprobs` those of the distribution after top-k, top-p and min-p (None when these
+    are off). A row is `truncated` when it ran into its limit. Raises ValueError as `start`.
     """
     prefixes = read_prompts(params, requests, model=model, kv_cache_dtype=sampling.kv_cache_dtype)
     state = start(prefixes, requests, model=model, sampling=sampling)
