@@ -10,6 +10,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+import tiny_run
 from test_generate import EOS, random_params, requests
 
 from jaxrl_lm.config import SamplingConfig
@@ -57,7 +58,7 @@ def options(**changes):
 
 
 def read(x, axis):
-    """The float64 numbers that a rounded cache stands for, and their scales."""
+    """The float64 numbers that int8 ones stand for, and their scales."""
     scale = np.asarray(x.scale, np.float64)
     scale = scale if axis == 2 else scale.swapaxes(2, 3)
     return np.asarray(x.numbers, np.float64) * scale, scale
@@ -88,6 +89,22 @@ def test_zeros_stay_zeros_and_what_is_not_finite_is_not_hidden():
     assert (np.isfinite(back).all((0, 1, 2)) == [True, False, False, True, True]).all()
 
 
+def test_a_large_channel_does_not_drown_the_others():
+    """Keys are rotated: what one channel had is spread over all, and no product with a query changes."""
+    rng = np.random.default_rng(4)
+    k, q = rng.normal(size=(2, 2, 64, 50)), rng.normal(size=(2, 2, 1, 3, 64))
+    k[:, :, 7] += 40.0
+    exact = np.einsum("wcgtk,wcks->wcgts", q, k)
+    errors = []
+    for spread in (True, False):
+        x = jnp.asarray(k, jnp.float32)
+        keys = stored(x, x.swapaxes(2, 3), "int8")[0] if spread else rounded(x, 2)
+        asked = jnp.asarray(q, jnp.float32)
+        found = kv_cache.dot_keys(kv_cache.queries_for(asked, keys) if spread else asked, keys)
+        errors.append(np.abs(np.asarray(found) - exact).mean())
+    assert errors[0] < 0.3 * errors[1]
+
+
 # --- attention --------------------------------------------------------------------------------------------------------
 
 
@@ -104,8 +121,8 @@ def exact_attention(q, k, v, places, window):
 
 @pytest.mark.parametrize(("block", "window"), [(128, None), (4, None), (4, 6)])
 def test_attention_reads_the_rounded_numbers_and_stays_within_what_rounding_allows(monkeypatch, block, window):
-    """Half a scale moves a logit by δ = Σ|q| · scale / 2√K at most, so a weight by a factor of e^2δ, and a value by half its
-    scale: together no more than scale/2 + (e^2δ − 1) · max |v|."""
+    """Half a scale moves a logit by δ = Σ|q| · scale / 2√K at most, q rotated, so a weight by a factor of e^2δ, and a value
+    by half its scale: together no more than scale/2 + (e^2δ − 1) · max |v|."""
     monkeypatch.setattr(decoding, "BLOCK", block)
     rng = np.random.default_rng(1)
     q, k = rng.normal(size=(3, 2, 4, 16)), rng.normal(size=(3, 2, 16, 20))
@@ -114,10 +131,12 @@ def test_attention_reads_the_rounded_numbers_and_stays_within_what_rounding_allo
     run = jax.jit(functools.partial(decoding.attend_filled, window=window))
     found = run(jnp.asarray(q, jnp.float32), *small, jnp.asarray(places), jnp.int32(19)).reshape(q.shape)
     (k8, k_scale), (v8, v_scale) = read(small[0], 2), read(small[1], 3)
-    np.testing.assert_allclose(found, exact_attention(q, k8, v8, places, window)[0], atol=2e-6)
+    turn = kv_cache.rotation(16).astype(np.float64)
+    np.testing.assert_allclose(turn @ turn.T, np.eye(16), atol=1e-6)
+    np.testing.assert_allclose(found, exact_attention(q @ turn.T, k8, v8, places, window)[0], atol=2e-6)
     exact, sees = exact_attention(q, k, v, places, window)
     seen = np.where(sees, k_scale.repeat(2, 1)[:, :, 0].transpose(1, 0, 2)[:, :, None], 0.0).max(-1)  # [h W T]
-    delta = 0.5 * seen.transpose(1, 2, 0) * np.abs(q).sum(-1) * 16**-0.5
+    delta = 0.5 * seen.transpose(1, 2, 0) * np.abs(q @ turn.T).sum(-1) * 16**-0.5
     bound = 0.5 * v_scale.max() + (np.exp(2 * delta) - 1) * np.abs(v).max()
     error = np.abs(np.asarray(found) - exact).max(-1)
     assert (error <= bound).all()
@@ -292,6 +311,34 @@ def test_a_plan_counts_it():
     token = 2 * 24 * 2 * (2 * 64 - 68)
     assert full["generate"][1] - small["generate"][1] == token * (8 * 1536 + 512)  # 8 slots and a prompt a device
     assert {name: full[name] == small[name] for name in full} == {name: name != "generate" for name in full}
+
+
+def test_a_run_measures_the_gap_and_weights_its_loss_from_then_on(tmp_path):
+    data = {"train": tiny_run.write_rows(tmp_path / "train.jsonl", tiny_run.problems("train", 8))}
+    small = {
+        "mesh": {"data": 4, "tensor": 2},
+        "num_iterations": 1,
+        "minibatch_completions": None,
+        "prompt_buckets": (16,),
+    }
+    small |= {
+        "eval_dataset": {},
+        "reward": ("tiny_run:digits",),
+        "reward_weights": (),
+        "true_reward": None,
+        "beta": None,
+    }
+    small |= {"probe_prompts": 0, "max_steps": 2, "eval_steps": 0, "save_steps": 0, "decode_slots": 8}
+    small |= {"kv_cache_dtype": "int8", "max_sampler_gap": 1e-5, "learning_rate": 1e-3}
+    found, printed = tiny_run.run(
+        tiny_run.options(
+            tiny_run.save_model(tmp_path / "model"), data | {"test": "", "ood": ""}, tmp_path / "run", **small
+        )
+    )
+    first, second = found.metrics
+    assert 1e-5 < first["sampling/logp_difference/mean"] < 0.02
+    assert "sampler_correction=token_truncate" in printed
+    assert second["sampling/importance_ratio/min"] < 1 < second["sampling/importance_ratio/max"]
 
 
 def test_options_that_there_are_not(model, weights):

@@ -14,7 +14,7 @@ from jaxtyping import Array, Bool, Float, Int32
 
 from jaxrl_lm.models.config import ModelConfig
 from jaxrl_lm.models.decoder import Model, decoder_specs, visible
-from jaxrl_lm.models.kv_cache import Cache, Keys, Values, block, dot_keys, put, read_values, stored
+from jaxrl_lm.models.kv_cache import Cache, Keys, Values, block, dot_keys, put, queries_for, read_values, stored
 from jaxrl_lm.models.layers import (
     MASKED,
     PAIRS,
@@ -254,7 +254,7 @@ def attend_filled(
 
     rows, columns, heads, width = q.shape
     room, groups = k.shape[3], k.shape[1]
-    q = jnp.moveaxis(q.reshape(rows, columns, groups, heads // groups, width), 1, 3)
+    q = queries_for(jnp.moveaxis(q.reshape(rows, columns, groups, heads // groups, width), 1, 3), k)
 
     def logits(k, start):
         return jnp.where(sees(start, k.shape[3])[:, None, None], dot_keys(q, k) * width**-0.5, MASKED)

@@ -2,12 +2,18 @@
 
 A rounded cache is never turned back into one of floats: attention multiplies by the int8 numbers as they are, and by the
 scales where there is one number a position, in its logits and weights. Who writes and reads it: `decode.py`.
+
+A few channels of the keys are much larger than the others, and the scale of all follows from them. So keys are rotated
+before they are rounded, as in QuaRot (Ashkboos et al., 2024), and queries as they are read: products stay what they are,
+and what one channel had is spread over all. The rotation is the cosine transform, which exists for every width.
 """
 
+import functools
 from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 from jaxtyping import Array, Float, Int8, Int32
 
 DTYPES = (None, "int8")  # what `kv_cache_dtype` may be
@@ -17,7 +23,7 @@ LARGEST = 127
 class Rounded(NamedTuple):
     """Keys or values as int8; each stands for itself times the scale of its row, head and position."""
 
-    numbers: Int8[Array, "W c _ _"]  # [W c K S] of keys, [W c S K] of values
+    numbers: Int8[Array, "W c _ _"]  # [W c K S] of keys, which are rotated; [W c S K] of values
     scale: Float[Array, "W c 1 S"]  # float32: the largest magnitude of the position's K numbers / 127
 
     @property
@@ -62,7 +68,28 @@ def stored(k: Float[Array, "W c K S"], v: Float[Array, "W c S K"], dtype: str | 
     """Keys and values as a cache of this `kv_cache_dtype` holds them. Raises ValueError for a dtype that there is not."""
     if dtype not in DTYPES:
         raise ValueError(f"kv_cache_dtype={dtype!r} is unknown: use int8, or leave it out for the computation's own")
-    return (k, v) if dtype is None else (rounded(k, 2), rounded(v, 3))
+    return (k, v) if dtype is None else (rounded(spread(k, 2), 2), rounded(v, 3))
+
+
+@functools.cache
+def rotation(width: int) -> np.ndarray:
+    """The orthonormal cosine transform (DCT-II) of so many numbers: [to, from]."""
+    number = np.arange(width)
+    found = np.cos(np.pi * number[:, None] * (2 * number[None] + 1) / (2 * width)) * np.sqrt(2 / width)
+    found[0] /= np.sqrt(2)
+    return found.astype(np.float32)
+
+
+def spread(x: Float[Array, "..."], axis: int) -> Float[Array, "..."]:
+    """x rotated along this axis, in float32 whatever its dtype."""
+    moved = jnp.moveaxis(x.astype(jnp.float32), axis, -1)
+    found = jnp.einsum("...k,jk->...j", moved, rotation(x.shape[axis]), precision=jax.lax.Precision.HIGHEST)
+    return jnp.moveaxis(found, -1, axis).astype(x.dtype)
+
+
+def queries_for(q: Float[Array, "W c g T K"], k: Keys) -> Float[Array, "W c g T K"]:
+    """The queries as `dot_keys` takes them."""
+    return spread(q, 4) if isinstance(k, Rounded) else q
 
 
 def column_axes(k: Keys, v: Values) -> tuple:
@@ -96,7 +123,7 @@ def wider(k: Keys, v: Values, by: int) -> tuple:
 
 
 def dot_keys(q: Float[Array, "W c g T K"], k: Keys) -> Float[Array, "W c g T S"]:
-    """Float32 products of queries and keys."""
+    """Float32 products of keys and queries, which come from `queries_for`."""
     form = lambda k: jnp.einsum("wcks,wcgtk->wcgts", k, q, preferred_element_type=jnp.float32)
     return form(k.numbers.astype(q.dtype)) * k.scale[:, :, :, None] if isinstance(k, Rounded) else form(k)
 
