@@ -40,7 +40,8 @@ Watch = Callable[[np.ndarray, np.ndarray, np.ndarray], None]  # gets `Seen` as h
 
 def begin(params: Params, requests: Requests, *, model: Model, sampling: SamplingConfig) -> DecodeState:
     """The state before the first pass. Raises ValueError as `generate.start`."""
-    state = start(read_prompts(params, requests, model=model), requests, model=model, sampling=sampling)
+    prefixes = read_prompts(params, requests, model=model, kv_cache_dtype=sampling.kv_cache_dtype)
+    state = start(prefixes, requests, model=model, sampling=sampling)
     if state.request.shape == state.results.ended.shape:  # a slot a row: nobody reads the prompts' caches any more
         state = state._replace(prefixes=state.prefixes._replace(cache=state.prefixes.cache._replace(layers=())))
     return _laid_out(state, model)

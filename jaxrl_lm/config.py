@@ -41,8 +41,13 @@ class SamplingConfig:
     max_thinking_tokens: int | None = None  # with a table of where thinking ends
     end_of_thinking: tuple[int, ...] = ()  # what is then forced
     vocabulary_mask: bool = False  # with the table of a grammar
+    kv_cache_dtype: str | None = None  # int8, or None: that of the computation
 
     def __post_init__(self):
+        if self.kv_cache_dtype not in (None, "int8"):
+            raise ValueError(
+                f"kv_cache_dtype={self.kv_cache_dtype!r} is unknown: use int8, or leave it out for the computation's own"
+            )
         if self.slots is not None and self.slots < 1:
             raise ValueError(f"decode_slots={self.slots}: must be at least 1 (leave it out to decode all rows at once)")
         if self.max_new_tokens < 1:
@@ -209,6 +214,8 @@ class SamplingOptions:
     """Function that makes a grammar's table, package.module:function or file.py:function; see docs/generation.md."""
     decode_slots: int | None = None
     """Rows that are decoded at once, over all devices; one that ends gives its slot to the next. None: all of a step."""
+    kv_cache_dtype: Literal["int8"] | None = None
+    """Of the keys and values that generation keeps; None: that of the computation."""
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)

@@ -26,6 +26,7 @@ from jaxrl_lm.logit_rules import (
     tokens_seen,
 )
 from jaxrl_lm.models import Cache, Model, extend, fuse_layers, next_logits, prefill, room_for
+from jaxrl_lm.models.kv_cache import wider
 from jaxrl_lm.sampling import Drawn, draw
 from jaxrl_lm.types import Params, Requests, Rollout
 
@@ -78,13 +79,13 @@ def _ahead(row: Shaped[Array, "T"], by: Int32[Array, ""]) -> Shaped[Array, "T"]:
     return jnp.roll(row, -by)
 
 
-def read_prompts(params: Params, requests: Requests, *, model: Model) -> Prefixes:
+def read_prompts(params: Params, requests: Requests, *, model: Model, kv_cache_dtype: str | None = None) -> Prefixes:
     """The prompts' caches, each prompt computed once however many rows it has; params from `prepare_decode`."""
     columns = requests.tokens.shape[1]
     lengths = (requests.segment_ids > 0).sum(1, dtype=jnp.int32)
     # Left-padded prompts come in; a cache's column is a position.
     tokens = jax.vmap(_ahead)(requests.tokens, columns - lengths)
-    cache = prefill(params, tokens, lengths, model=model.for_prompts())
+    cache = prefill(params, tokens, lengths, model=model.for_prompts(), kv_cache_dtype=kv_cache_dtype)
     last = jnp.take_along_axis(tokens, lengths[:, None] - 1, axis=1)[:, 0]
     return Prefixes(cache._replace(lengths=lengths - 1), last)
 
@@ -111,8 +112,13 @@ def start(prefixes: Prefixes, requests: Requests, *, model: Model, sampling: Sam
     """The state before the first pass, with the first rows in their slots. The prefixes are those of the requests' prompts.
 
     On a mesh each part of the batch has its own slots and rows. Raises ValueError if the rows are no multiple of the
-    prefixes, and for slots or waiting prefixes that do not divide over the mesh.
+    prefixes, for slots or waiting prefixes that do not divide over the mesh, and for caches of another `kv_cache_dtype`.
     """
+    if prefixes.cache.dtype != sampling.kv_cache_dtype:
+        raise ValueError(
+            f"kv_cache_dtype={sampling.kv_cache_dtype!r}, but the prefixes' caches were made with {prefixes.cache.dtype!r}: "
+            "give both the same"
+        )
     (rows,), (prompts,), new = requests.keys.shape, prefixes.token.shape, sampling.max_new_tokens
     slots, parts = min(sampling.slots or rows, rows), 1 if model.plan is None else model.plan.batch_ways
     _check(rows, prompts, slots, parts)
@@ -128,10 +134,10 @@ def start(prefixes: Prefixes, requests: Requests, *, model: Model, sampling: Sam
         request = jnp.where(first, order[:, : slots // parts], EMPTY).reshape(slots)
         prompt = jnp.maximum(request, 0) // (rows // prompts)
         pick = lambda x: _pick(x, prompt, parts)
-    columns = prefixes.cache.layers[0][1].shape[2]
-    more = (0, room_for(columns + new) - columns)
-    wider = lambda x, axis: model.constrain_kv(jnp.pad(pick(x), [more if a == axis else (0, 0) for a in range(4)]))
-    layers = tuple((wider(k, 3), wider(v, 2)) for k, v in prefixes.cache.layers)
+    columns = prefixes.cache.columns
+    more = room_for(columns + new) - columns
+    layers = tuple(wider(*jax.tree.map(pick, layer), more) for layer in prefixes.cache.layers)
+    layers = jax.tree.map(model.constrain_kv, layers)
     empty = jnp.zeros((rows, new), jnp.float32)
     seen = _seen(requests, model, sampling)
     return DecodeState(
@@ -340,9 +346,11 @@ def generate(
 ) -> Rollout:
     """Sampled completions of the requested prompts: `read_prompts`, `start`, `decode` until all have ended, `collect`.
 
-    The log-probs are those that `score` gives at the same temperature, `behaviour_logprobs` those of the distribution
-    after rules, top-k, top-p and min-p (None when these are off). Forced tokens stand in `tokens` and `segment_ids`, not
-    in `action_mask`. A row is `truncated` when it ran into its limit. Raises ValueError as `start` and `decode`.
+    The log-probs are those that `score` gives at the same temperature, with an int8 cache up to its rounding, which the
+    tokens were drawn with; `behaviour_logprobs` those of the distribution after rules, top-k, top-p and min-p (None when
+    these are off). Forced tokens stand in `tokens` and `segment_ids`, not in `action_mask`. A row is `truncated` when it
+    ran into its limit. Raises ValueError as `start` and `decode`.
     """
-    state = start(read_prompts(params, requests, model=model), requests, model=model, sampling=sampling)
+    prefixes = read_prompts(params, requests, model=model, kv_cache_dtype=sampling.kv_cache_dtype)
+    state = start(prefixes, requests, model=model, sampling=sampling)
     return collect(decode(params, requests, state, stops, model=model, sampling=sampling), requests, sampling=sampling)

@@ -137,7 +137,7 @@ def _compile(
     ):  # the only one whose layers are no loop: of a loop the compiler counts one run, or several
         return report
     counted = (compiled.cost_analysis() or {}).get("flops")
-    ours = traced_flops(traced, config, devices, once=True)
+    ours = traced_flops(step, traced, config, devices, once=True)
     return dataclasses.replace(report, flops_ratio=counted / ours if counted else None)
 
 

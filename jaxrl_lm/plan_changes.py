@@ -33,6 +33,8 @@ def changes(
         found += _wider_rollout_meshes(config, model, sizes)
     if topology.compiled and (far or not sizes.rollout_mesh) and steps & DECODING:
         found += _split_further(config, model, sizes.rollout_mesh or sizes.mesh)
+    if "generate" in failed and config.kv_cache_dtype is None:
+        found.append({"kv_cache_dtype": "int8"})
     if steps - far:
         found += moment_changes(config)  # every step on the devices of training has them in memory
     if config.param_dtype == "float32" and (steps - far or config.reference_placement == "rollout_mesh"):

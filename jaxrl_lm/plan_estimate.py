@@ -84,8 +84,15 @@ def work_of(config: PlanConfig, model: ModelConfig) -> Work:
         micro,
         slots,
         decode_passes(config),
-        blocks_read(config),
+        blocks_read(config, model.sliding_window),
     )
+
+
+def cache_bytes(config: PlanConfig, model: ModelConfig) -> float:
+    """Of a token's keys and values in all layers; int8 ones with a float32 scale a head."""
+    width = _ITEM[config.dtype or "bfloat16"] * model.head_dim
+    head = width if config.kv_cache_dtype is None else model.head_dim + 4
+    return 2.0 * model.num_layers * model.num_kv_heads * head
 
 
 def step_flops(config: PlanConfig, model: ModelConfig) -> dict[str, float]:
@@ -152,7 +159,7 @@ def _memory_on(config: PlanConfig, model: ModelConfig, mesh: dict[str, int]) -> 
     decode = weights * width / tensor
     m, columns = model, work.prompt + work.new
     own = columns / sequence
-    token = 2.0 * m.num_layers * (m.num_kv_heads / tensor) * m.head_dim * width
+    token = cache_bytes(config, m) / tensor
     cache = token * (work.slots / batch / sequence * room_for(columns) + work.prompts / batch * work.prompt)
     prefill = (work.prompts / batch) * (m.num_heads / tensor) * min(work.prompt**2, PAIRS) * 6.0
     micro = max(work.micro / batch, 1.0)
@@ -242,7 +249,7 @@ def step_traffic(config: PlanConfig, model: ModelConfig, mesh: dict[str, int]) -
     sequence = mesh.get("sequence", 1)
     ways = tensor * mesh.get("fsdp", 1) * sequence
     held, moments = weights * _ITEM[config.param_dtype] / ways, weights * moment_bytes(config.moments_dtype) / ways
-    token = 2.0 * m.num_layers * (m.num_kv_heads / tensor) * m.head_dim * width
+    token = cache_bytes(config, m) / tensor
     cache = token * work.slots / batch / sequence * work.read_columns
     squares = 4.0 * 4.0 * m.num_layers * (work.rows / batch) * (m.num_heads / tensor) * columns**2 / sequence
     passes = work.rows / work.micro

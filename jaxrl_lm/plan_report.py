@@ -12,7 +12,7 @@ from jaxrl_lm import hlo
 from jaxrl_lm.flops import count_flops
 from jaxrl_lm.memory import device_bytes, named_leaves, origin, read_shortage
 from jaxrl_lm.plan_config import PlanConfig
-from jaxrl_lm.plan_steps import PlannedStep, blocks_read, decode_passes
+from jaxrl_lm.plan_steps import PlannedStep, decode_passes
 from jaxrl_lm.topologies import GIB, Chip, Topology
 
 SHOWN = 6  # buffers and collectives of a step in the report
@@ -91,9 +91,9 @@ def largest(step: PlannedStep, module: hlo.Module | None) -> tuple[tuple[str, st
     return tuple(sorted(rows, key=lambda row: -row[2])[:SHOWN])
 
 
-def traced_flops(traced: Any, config: PlanConfig, devices: int, *, once: bool = False) -> float:
+def traced_flops(step: PlannedStep, traced: Any, config: PlanConfig, devices: int, *, once: bool = False) -> float:
     """FLOPs of a traced step on one device; the decode loop and the blocks of its caches as often as they run, or once."""
-    trips = (1.0, 1.0) if once else (float(decode_passes(config)), blocks_read(config))
+    trips = (1.0, 1.0) if once else (float(decode_passes(config)), step.blocks)
     return count_flops(traced.jaxpr, while_trips=trips) / devices
 
 
@@ -116,7 +116,7 @@ def measure(
     beside = math.fsum(map(device_bytes, step.beside.values()))
     code = float(memory.generated_code_size_in_bytes)
     used = arguments + temporaries + outputs + code + beside
-    flops, traffic = traced_flops(traced, config, devices), hlo.memory_traffic(module)
+    flops, traffic = traced_flops(step, traced, config, devices), hlo.memory_traffic(module)
     return StepReport(
         name=step.name,
         runs=step.runs,

@@ -48,6 +48,7 @@ class PlannedStep(NamedTuple):
     beside: dict[str, Any]  # what else is in the devices' memory meanwhile
     runs: int  # in one step of training
     mesh: str = "mesh"  # whose devices run it: mesh or rollout_mesh
+    blocks: float = 1.0  # of a slot's cache that a pass of decoding reads
 
 
 class Shapes(NamedTuple):
@@ -98,12 +99,17 @@ def decode_passes(config: PlanConfig) -> int:
     return -(-rows // min(config.decode_slots or rows, rows)) * config.max_completion_length
 
 
-def blocks_read(config: PlanConfig) -> float:
-    """Blocks of a slot's cache that a pass of decoding reads, on average; a cache of one block is read whole."""
+def blocks_read(config: PlanConfig, window: int | None) -> float:
+    """Blocks of a slot's cache that a pass of decoding reads, on average; a cache of one block is read whole.
+
+    With a sliding window those that it touches, of rows of equal length: a shorter one beside them would add its own.
+    """
     prompt, new = config.max_prompt_length, config.max_completion_length
     if prompt + new <= BLOCK:
         return 1.0
-    return math.fsum(-(-(prompt + number) // BLOCK) for number in range(new)) / new
+    filled = range(prompt, prompt + new)
+    unseen = (0 if window is None else max(columns - window, 0) // BLOCK for columns in filled)
+    return math.fsum(-(-columns // BLOCK) - before for columns, before in zip(filled, unseen, strict=True)) / new
 
 
 def trace_steps(
@@ -128,6 +134,7 @@ def trace_steps(
         min_p=config.min_p,
         slots=config.decode_slots,
         **rules_of(config, None),
+        kv_cache_dtype=config.kv_cache_dtype,
     )
     steps, _ = compile_run(
         config,
@@ -141,7 +148,11 @@ def trace_steps(
         placement=_where_computed(placement),
     )
     shapes = _shapes(config, model, placement, steps)
-    planned = [_prepare_decode(shapes, steps), _generate(shapes, steps), *_scores(config, shapes, steps)]
+    planned = [
+        _prepare_decode(shapes, steps),
+        _generate(config, model.config, shapes, steps),
+        *_scores(config, shapes, steps),
+    ]
     planned.append(_update(config, algorithm, shapes, steps, plan))
     return {step.name: step for step in planned}
 
@@ -255,12 +266,12 @@ def _prepare_decode(shapes: Shapes, steps: Steps) -> PlannedStep:
     return PlannedStep("prepare_decode", trace, {"params.policy": policy, "frozen.base": base}, beside, 1)
 
 
-def _generate(shapes: Shapes, steps: Steps) -> PlannedStep:
+def _generate(config: PlanConfig, model: ModelConfig, shapes: Shapes, steps: Steps) -> PlannedStep:
     trace = lambda: steps.generate.trace(shapes.decode, shapes.requests, None)
     arguments = {"decode": shapes.decode, "requests": shapes.requests}
-    if shapes.placement.apart:
-        return PlannedStep("generate", trace, arguments, _held_apart(shapes), 1, "rollout_mesh")
-    return PlannedStep("generate", trace, arguments, _held(shapes, rollout=False), 1)
+    apart = shapes.placement.apart
+    beside, mesh = (_held_apart(shapes), "rollout_mesh") if apart else (_held(shapes, rollout=False), "mesh")
+    return PlannedStep("generate", trace, arguments, beside, 1, mesh, blocks_read(config, model.sliding_window))
 
 
 def _scores(config: PlanConfig, shapes: Shapes, steps: Steps) -> list[PlannedStep]:

@@ -144,6 +144,7 @@ def make_sampling(config: Any, tokenizer, generation: dict[str, Any]) -> Samplin
         min_p=config.min_p,
         slots=config.decode_slots,
         **rules_of(config, tokenizer),
+        kv_cache_dtype=config.kv_cache_dtype,
     )
 
 

@@ -247,6 +247,7 @@ def test_suggestions_keep_to_the_devices_of_each_mesh(tiny):
     for_generation = changes(config, model, topology, ("generate",))
     assert for_generation == [
         {"rollout_mesh": {"fsdp": 2, "tensor": 2}}, {"decode_sharding_rules": {"mlp": "tensor+fsdp"}},
+        {"kv_cache_dtype": "int8"},
     ]  # fmt: skip
     # Where the reference scores there too, a pass has a row for each of the devices of both.
     both = tiny(mesh={"fsdp": 2, "tensor": 2}, rollout_mesh={"fsdp": 4}, microbatch_completions=None, **THERE)

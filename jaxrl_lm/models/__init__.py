@@ -12,7 +12,7 @@ from jaxrl_lm.models.classifiers import (
     save_reward_model,
 )
 from jaxrl_lm.models.config import LinearRope, Llama3Rope, LoraConfig, ModelConfig
-from jaxrl_lm.models.decode import BLOCK, Cache, decode_specs, extend, fuse_layers, next_logits, prefill, room_for
+from jaxrl_lm.models.decode import BLOCK, decode_specs, extend, fuse_layers, next_logits, prefill, room_for
 from jaxrl_lm.models.decoder import Model, build, decoder_specs, positions
 from jaxrl_lm.models.heads import (
     classifier_specs,
@@ -28,6 +28,7 @@ from jaxrl_lm.models.heads import (
     value_specs,
 )
 from jaxrl_lm.models.hf import eos_token_ids, generation_config, load, save
+from jaxrl_lm.models.kv_cache import Cache
 from jaxrl_lm.models.lora import attach, merge
 from jaxrl_lm.models.lora import init as init_lora
 from jaxrl_lm.models.lora import specs as lora_specs

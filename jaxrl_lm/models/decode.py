@@ -6,7 +6,7 @@ training: `decoder.py`.
 """
 
 from collections.abc import Callable
-from typing import Any, NamedTuple
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -14,6 +14,7 @@ from jaxtyping import Array, Bool, Float, Int32
 
 from jaxrl_lm.models.config import ModelConfig
 from jaxrl_lm.models.decoder import Model, decoder_specs, visible
+from jaxrl_lm.models.kv_cache import Cache, Keys, Values, block, dot_keys, put, queries_for, read_values, stored
 from jaxrl_lm.models.layers import (
     MASKED,
     PAIRS,
@@ -26,13 +27,6 @@ from jaxrl_lm.models.layers import (
 from jaxrl_lm.types import Params
 
 BLOCK = 128  # columns of a cache that attention reads at once
-
-
-class Cache(NamedTuple):
-    """Keys and values of W rows; column s holds position s, and the first `lengths` columns are filled."""
-
-    layers: tuple[tuple[Float[Array, "W c K S"], Float[Array, "W c S K"]], ...]
-    lengths: Int32[Array, "W"]
 
 
 def room_for(columns: int) -> int:
@@ -108,8 +102,18 @@ def decode_specs(config: ModelConfig) -> dict[str, Any]:
 Mixer = Callable[..., tuple[Float[Array, "W T hK"], tuple[Any, Any]]]
 
 
-def prefill(params: Params, tokens: Int32[Array, "P T"], lengths: Int32[Array, "P"], *, model: Model) -> Cache:
-    """A cache of T columns of right-padded prompts, of whose tokens the first `lengths` count."""
+def prefill(
+    params: Params,
+    tokens: Int32[Array, "P T"],
+    lengths: Int32[Array, "P"],
+    *,
+    model: Model,
+    kv_cache_dtype: str | None = None,
+) -> Cache:
+    """A cache of T columns of right-padded prompts, of whose tokens the first `lengths` count.
+
+    What an int8 cache holds is rounded after the prompt has been read. Raises ValueError for another `kv_cache_dtype`.
+    """
     columns = tokens.shape[1]
     places = jnp.broadcast_to(jnp.arange(columns, dtype=jnp.int32), tokens.shape)
     segments = (places < lengths[:, None]).astype(jnp.int32)
@@ -121,7 +125,7 @@ def prefill(params: Params, tokens: Int32[Array, "P T"], lengths: Int32[Array, "
             out = attend(q, k, v, sees(places, segments))
         else:
             out = attend_in_parts(q, k, v, sees, (places, segments), parts=parts)
-        return out, (model.constrain_kv(k.swapaxes(2, 3)), model.constrain_kv(v))
+        return out, jax.tree.map(model.constrain_kv, stored(k.swapaxes(2, 3), v, kv_cache_dtype))
 
     empty = (None,) * model.config.num_layers
     _, layers = _run(params, tokens, places, empty, model, mix)
@@ -135,18 +139,17 @@ def extend(
 
     Each row's tokens stand at its own places from its length up. None: all T count. Of the tokens from `count` up nothing
     stays; their states are not to be read. There must be room for T more columns in each row.
+
+    What attention reads follows from the rows of which a token counts alone.
     """
     columns = tokens.shape[1]
     places = cache.lengths[:, None] + jnp.arange(columns, dtype=jnp.int32)[None]
-    filled = jnp.max(cache.lengths) + columns
-
-    def put(old, new, axis):
-        one = lambda old, new, start: jax.lax.dynamic_update_slice_in_dim(old, new, start, axis=axis)
-        return jax.vmap(one)(old, new.astype(old.dtype), cache.lengths)
+    window = model.config.sliding_window
+    first, filled = columns_seen(cache.lengths, columns, window, count)
 
     def mix(old, q, k, v):
-        k, v = model.constrain_kv(put(old[0], k.swapaxes(2, 3), 2)), model.constrain_kv(put(old[1], v, 1))
-        return attend_filled(q, k, v, places, filled, model.config.sliding_window), (k, v)
+        k, v = jax.tree.map(model.constrain_kv, put(old, k.swapaxes(2, 3), v, cache.lengths))
+        return attend_filled(q, k, v, places, filled, window, first), (k, v)
 
     hidden, layers = _run(params, tokens, places, cache.layers, model, mix)
     return hidden, Cache(layers, cache.lengths + (columns if count is None else count))
@@ -214,19 +217,35 @@ def next_logits(params: Params, hidden: Float[Array, "D W"], *, model: Model) ->
     return logits if plan is None else plan.constrain(logits, ("batch", "vocab"))
 
 
+def columns_seen(
+    lengths: Int32[Array, "W"], columns: int, window: int | None, count: Int32[Array, "W"] | None = None
+) -> tuple[Int32[Array, ""] | int, Int32[Array, ""]]:
+    """The first column that the next tokens of any row see, and the one after the last.
+
+    Rows of which no token counts see none: one that has ended long ago holds up no window, and lengthens no other's way.
+    """
+    lengths, alive = (lengths, True) if count is None else (jnp.where(count > 0, lengths, 0), count > 0)
+    filled = jnp.max(lengths) + columns
+    if window is None:
+        return 0, filled
+    oldest = jnp.min(lengths, initial=jnp.iinfo(jnp.int32).max, where=alive)
+    return jnp.clip(oldest - window + 1, 0, filled - 1), filled
+
+
 def attend_filled(
     q: Float[Array, "W T h K"],
-    k: Float[Array, "W c K S"],
-    v: Float[Array, "W c S K"],
+    k: Keys,
+    v: Values,
     places: Int32[Array, "W T"],
     filled: Int32[Array, ""],
     window: int | None,
+    first: Int32[Array, ""] | int = 0,
 ) -> Float[Array, "W T hK"]:
-    """`attend` of tokens at these places of caches of which no row has more than `filled` columns.
+    """`attend` of tokens at these places of caches of which no row sees a column outside of [first, filled).
 
-    Blocks of columns are read one after another, as far as any row is filled, with the running maximum and sum of the
-    softmax (Milakov and Gimelshein, 2018): a block that a row does not see changes none of its bits. Raises ValueError
-    for a cache that is not in whole blocks.
+    Blocks that hold these are read one after another, with the running maximum and sum of the softmax (Milakov and
+    Gimelshein, 2018): a block that a row does not see changes none of its bits. Raises ValueError for a cache that is not
+    in whole blocks.
     """
 
     def sees(start, size) -> Bool[Array, "W T B"]:
@@ -235,38 +254,31 @@ def attend_filled(
 
     rows, columns, heads, width = q.shape
     room, groups = k.shape[3], k.shape[1]
-    q = jnp.moveaxis(q.reshape(rows, columns, groups, heads // groups, width), 1, 3)
+    q = queries_for(jnp.moveaxis(q.reshape(rows, columns, groups, heads // groups, width), 1, 3), k)
 
     def logits(k, start):
-        found = jnp.einsum("wcks,wcgtk->wcgts", k, q, preferred_element_type=jnp.float32) * width**-0.5
-        return jnp.where(sees(start, k.shape[3])[:, None, None], found, MASKED)
+        return jnp.where(sees(start, k.shape[3])[:, None, None], dot_keys(q, k) * width**-0.5, MASKED)
 
-    read = lambda weights, v: jnp.einsum(
-        "wcgts,wcsk->wcgtk", weights.astype(v.dtype), v, preferred_element_type=jnp.float32
-    )
     if room <= BLOCK:
-        out = read(jax.nn.softmax(logits(k, 0), axis=-1), v).astype(v.dtype)
+        out = read_values(jax.nn.softmax(logits(k, 0), axis=-1), v, q.dtype).astype(q.dtype)
         return jnp.moveaxis(out, 3, 1).reshape(rows, columns, heads * width)
     if room % BLOCK:
         raise ValueError(f"a cache of {room} columns is not in whole blocks of {BLOCK}: make it by room_for")
 
-    def block(carry):
+    def one(carry):
         number, best, total, out = carry
         start = number * BLOCK
-        here = (
-            jax.lax.dynamic_slice_in_dim(k, start, BLOCK, axis=3),
-            jax.lax.dynamic_slice_in_dim(v, start, BLOCK, axis=2),
-        )
+        here = block(k, v, start, BLOCK)
         found = logits(here[0], start)
         higher = jnp.maximum(best, jnp.max(found, axis=-1))
         weights, old = jnp.exp(found - higher[..., None]), jnp.exp(best - higher)
         total = total * old + jnp.sum(weights, axis=-1)
-        return number + 1, higher, total, out * old[..., None] + read(weights, here[1])
+        return number + 1, higher, total, out * old[..., None] + read_values(weights, here[1], q.dtype)
 
     shape = (rows, groups, heads // groups, columns)
     nothing = jnp.full(shape, MASKED, jnp.float32), jnp.zeros(shape, jnp.float32)
-    start = jnp.zeros((), jnp.int32), *nothing, jnp.zeros((*shape, width), jnp.float32)
+    start = jnp.asarray(first // BLOCK, jnp.int32), *nothing, jnp.zeros((*shape, width), jnp.float32)
     needed = (filled + BLOCK - 1) // BLOCK
-    _, _, total, out = jax.lax.while_loop(lambda c: (c[0] < room // BLOCK) & (c[0] < needed), block, start)
-    out = (out / total[..., None]).astype(v.dtype)
+    _, _, total, out = jax.lax.while_loop(lambda c: (c[0] < room // BLOCK) & (c[0] < needed), one, start)
+    out = (out / total[..., None]).astype(q.dtype)
     return jnp.moveaxis(out, 3, 1).reshape(rows, columns, heads * width)

@@ -136,7 +136,7 @@ class Model:
 
         return initial(self.specs, key, self.config.initializer_range, dtype)
 
-    def constrain_kv(self, x: Float[Array, "N c _ _"]) -> Float[Array, "N c _ _"]:
+    def constrain_kv(self, x: Shaped[Array, "N c _ _"]) -> Shaped[Array, "N c _ _"]:
         """Keys or values laid out on the mesh, heads as their projections."""
         return x if self.plan is None else self.plan.constrain(x, ("batch", "kv_heads", None, None))
 
