@@ -19,6 +19,7 @@ from jaxrl_lm.sharding import Plan
 
 COLUMNS = {"splash": 128, "cudnn": 64}  # of a device, in whole numbers of which a kernel has them
 BLOCKS = (512, 256, 128)  # of columns that splash computes at once, the largest that divides a device's
+NARROW = 64  # heads below this width fill too little of a TPU's 128 lanes to be worth a kernel
 INTERPRET = False  # runs splash on a CPU, slowly: for tests
 
 Attend = Callable[[Float[Array, "N T h k"], Float[Array, "N c S k"], Float[Array, "N c S k"]], Float[Array, "N T hk"]]
@@ -31,7 +32,8 @@ def choose(asked: str, config: ModelConfig, *, platform: str, plan: Plan | None 
     Raises ValueError that names the option where this model, mesh or platform cannot have what is asked for.
     """
     if asked == "auto":
-        return "splash" if platform == "tpu" and obstacle("splash", config, plan) is None else "xla"
+        fits = config.head_dim >= NARROW and obstacle("splash", config, plan) is None
+        return "splash" if platform == "tpu" and fits else "xla"
     for name, there in (("splash", "tpu"), ("cudnn", "gpu")):
         if asked == name and platform != there:
             raise ValueError(
@@ -51,7 +53,7 @@ def obstacle(name: str, config: ModelConfig, plan: Plan | None) -> str | None:
     if plan is not None and plan.axes("heads") != plan.axes("kv_heads"):
         return "it needs the same sharding_rules of heads and kv_heads"
     if name == "splash":
-        return None if config.head_dim % 64 == 0 else f"head_dim={config.head_dim} is not a multiple of 64"
+        return f"head_dim={config.head_dim} is not a multiple of 8" if config.head_dim % 8 else None
     if config.dtype not in ("bfloat16", "float16"):
         return f"it computes in bfloat16 or float16, not in dtype={config.dtype}"
     if config.head_dim % 8 or config.head_dim > 256:
