@@ -53,7 +53,7 @@ def obstacle(name: str, config: ModelConfig, plan: Plan | None) -> str | None:
     if plan is not None and plan.axes("heads") != plan.axes("kv_heads"):
         return "it needs the same sharding_rules of heads and kv_heads"
     if name == "splash":
-        return f"head_dim={config.head_dim} is not a multiple of 8" if config.head_dim % 8 else None
+        return None
     if config.dtype not in ("bfloat16", "float16"):
         return f"it computes in bfloat16 or float16, not in dtype={config.dtype}"
     if config.head_dim % 8 or config.head_dim > 256:

@@ -1,0 +1,267 @@
+"""Attention's implementations: each against a loop in float64, and what is compiled for platforms that nobody has here."""
+
+import dataclasses
+import functools
+import re
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+import tiny_run
+from jax._src.cudnn import fused_attention_stablehlo
+from test_attention_parts import facts
+from test_plan import needs_tpu_compiler
+from test_sharding import assert_trees_close
+
+from jaxrl_lm import SFTConfig
+from jaxrl_lm.assemble import load_model
+from jaxrl_lm.fit_prepare import open_model
+from jaxrl_lm.flops import count_flops
+from jaxrl_lm.models import ModelConfig, attention, build, layers, positions
+from jaxrl_lm.models.decoder import visible
+from jaxrl_lm.plan_config import PlanConfig, open_model_config
+from jaxrl_lm.plan_steps import weights_of, with_machine_defaults
+from jaxrl_lm.sharding import Plan, make_mesh
+from jaxrl_lm.topologies import parse_topology, topology_devices
+
+ROWS, COLUMNS, HEADS, KV_HEADS, WIDTH = 2, 300, 4, 2, 8  # three of splash's blocks
+RNG = np.random.default_rng(3)
+# Left padding, packed segments that end within blocks and on their edges, right padding; and one long segment.
+LENGTHS = ((5, 0), (123, 1), (1, 2), (100, 3), (60, 4), (11, 0)), ((290, 7), (10, 0))
+SEGMENTS = np.stack([np.concatenate([np.full(size, number) for size, number in row]) for row in LENGTHS]).astype(
+    np.int32
+)
+Q, WEIGHTS = (RNG.normal(size=(ROWS, COLUMNS, HEADS, WIDTH)).astype(np.float32) for _ in range(2))
+K, V = (RNG.normal(size=(ROWS, KV_HEADS, COLUMNS, WIDTH)).astype(np.float32) for _ in range(2))
+
+
+@functools.cache
+def loop(window):
+    """What each token reads, and the gradients of the sum of it times WEIGHTS, a token of a head at a time in float64."""
+    out, dq, dk, dv = (np.zeros(x.shape) for x in (Q, Q, K, V))
+    q, k, v, weights = (x.astype(np.float64) for x in (Q, K, V, WEIGHTS))
+    for n, t, h in np.ndindex(ROWS, COLUMNS, HEADS):
+        if SEGMENTS[n, t] == 0:
+            continue
+        first = t
+        while first > 0 and SEGMENTS[n, first - 1] == SEGMENTS[n, t] and (window is None or t - first + 1 < window):
+            first -= 1
+        seen, c, scale = slice(first, t + 1), h // (HEADS // KV_HEADS), WIDTH**-0.5
+        chances = np.exp(k[n, c, seen] @ q[n, t, h] * scale)
+        chances /= chances.sum()
+        out[n, t, h] = chances @ v[n, c, seen]
+        dv[n, c, seen] += np.outer(chances, weights[n, t, h])
+        of_chances = v[n, c, seen] @ weights[n, t, h]
+        of_logits = chances * (of_chances - chances @ of_chances) * scale
+        dq[n, t, h] += of_logits @ k[n, c, seen]
+        dk[n, c, seen] += np.outer(of_logits, q[n, t, h])
+    return out.reshape(ROWS, COLUMNS, -1), (dq, dk, dv)
+
+
+def run(name, window, plan=None):
+    """A function of (q, k, v) to what its tokens read, in this implementation."""
+    segments = jnp.asarray(SEGMENTS)
+    places = positions(segments)
+    sees = lambda *queries: visible(*queries, places, segments, window)
+    if name == "splash":
+        return lambda q, k, v: attention.splash(q, k, v, segments, window=window, plan=plan)
+    if name == "parts":
+        return lambda q, k, v: layers.attend_in_parts(q, k, v, sees, (places, segments), parts=7)
+    function = layers.attend if name == "xla" else attention.reference
+    return lambda q, k, v: function(q, k, v, sees(places, segments))
+
+
+MESH = {"fsdp": 2, "sequence": 2, "tensor": 2}
+
+
+@pytest.mark.parametrize(
+    ("name", "mesh"), [("reference", {}), ("xla", {}), ("parts", {}), ("splash", {}), ("splash", MESH)]
+)
+@pytest.mark.parametrize("window", [None, 70])
+def test_each_is_the_loop_in_float64_with_its_gradients(name, mesh, window, monkeypatch):
+    """Packed segments, grouped heads, a window; nothing of padding is in any real token, whatever stands there."""
+    monkeypatch.setattr(attention, "INTERPRET", True)
+    function = run(name, window, Plan(make_mesh(mesh)) if mesh else None)
+    real = SEGMENTS[:, :, None] > 0
+    # A model reads what padding gives, and nobody reads it from the model. Here it is 0 but for xla.
+    weights = WEIGHTS.reshape(ROWS, COLUMNS, -1) * (real if name in ("xla", "parts") else 1.0)
+
+    @jax.jit
+    def both(q, k, v):
+        loss = lambda *given: (jnp.sum(function(*given) * weights), function(*given))
+        (_, out), found = jax.value_and_grad(loss, (0, 1, 2), has_aux=True)(q, k, v)
+        return out, found
+
+    out, found = jax.device_get(both(*map(jnp.asarray, (Q, K, V))))
+    expected, gradients = loop(window)
+    np.testing.assert_allclose(np.where(real, out, 0.0), expected, atol=2e-6)
+    assert_trees_close(found, gradients, 1e-6)
+    assert np.isfinite(out).all()
+    if name not in ("xla", "parts"):
+        assert not out[~real[..., 0]].any()
+    others = [jnp.asarray(np.where(real[..., None], x, 9.0)) for x in (Q, K.swapaxes(1, 2), V.swapaxes(1, 2))]
+    again, found = jax.device_get(both(others[0], *(x.swapaxes(1, 2) for x in others[1:])))
+    np.testing.assert_array_equal(again[real[..., 0]], out[real[..., 0]])
+    assert_trees_close(found, gradients, 1e-6)
+
+
+@pytest.mark.parametrize(
+    ("name", "mesh", "window"), [("splash", None, 3), ("splash", MESH, None), ("reference", None, 3)]
+)
+def test_a_model_has_the_numbers_of_xla_s(tiny_config, monkeypatch, name, mesh, window):
+    """States, the cache of a prefill, gradients."""
+    monkeypatch.setattr(attention, "INTERPRET", True)
+    config = dataclasses.replace(tiny_config, num_layers=2, sliding_window=window, remat="full")
+    own = dataclasses.replace(config, attention_implementation=name)
+    ours = facts(own, 1000, monkeypatch, make_mesh(mesh) if mesh else None)
+    assert_trees_close(ours, facts(config, 1000, monkeypatch), 1e-5)
+
+
+# --- which -------------------------------------------------------------------------------------------------------------
+
+WIDE = ModelConfig(
+    vocab_size=64, hidden_size=256, intermediate_size=256, num_layers=2, num_heads=4, num_kv_heads=2, head_dim=64,
+    dtype="bfloat16", remat="full",
+)  # fmt: skip
+
+
+def wide(**changed):
+    return dataclasses.replace(WIDE, **changed)
+
+
+APART = Plan(make_mesh(MESH))._with(kv_heads=None)
+
+CHOICES = [
+    ("auto", WIDE, "tpu", None, "splash"),
+    ("auto", WIDE, "tpu", Plan(make_mesh(MESH)), "splash"),
+    ("auto", WIDE, "tpu", APART, "xla"),
+    ("auto", wide(head_dim=32), "tpu", None, "xla"),
+    ("splash", wide(head_dim=32), "tpu", None, "splash"),
+    ("auto", WIDE, "gpu", None, "xla"),  # cuDNN's kernel has not been run by anybody of ours
+    ("auto", WIDE, "cpu", None, "xla"),
+    ("cudnn", WIDE, "gpu", None, "cudnn"),
+    ("reference", WIDE, "tpu", APART, "reference"),
+    ("xla", WIDE, "tpu", None, "xla"),
+]
+
+
+@pytest.mark.parametrize(("asked", "config", "platform", "plan", "expected"), CHOICES)
+def test_what_is_chosen(asked, config, platform, plan, expected):
+    assert attention.choose(asked, config, platform=platform, plan=plan) == expected
+
+
+REFUSED = [
+    ("splash", WIDE, "cpu", None, "'splash' is a kernel of a TPU, and this runs on a CPU: take auto or xla"),
+    ("cudnn", WIDE, "tpu", None, "'cudnn' is a kernel of a GPU, and this runs on a TPU: take auto or xla"),
+    ("splash", WIDE, "tpu", APART, "'splash': it needs the same sharding_rules of heads and kv_heads"),
+    ("cudnn", wide(dtype="float32"), "gpu", None, "bfloat16 or float16, not in dtype=float32"),
+    ("cudnn", wide(head_dim=260), "gpu", None, "head_dim=260 is not a multiple of 8 up to 256"),
+    ("cudnn", wide(head_dim=264), "gpu", None, "head_dim=264 is not a multiple of 8 up to 256"),
+]
+
+
+@pytest.mark.parametrize(("asked", "config", "platform", "plan", "message"), REFUSED)
+def test_what_cannot_be_is_named(asked, config, platform, plan, message):
+    with pytest.raises(ValueError, match=f"attention_implementation='{asked}'.*{re.escape(message)}.*take auto or xla"):
+        attention.choose(asked, config, platform=platform, plan=plan)
+
+
+def test_a_model_that_cannot_says_so_before_it_is_compiled(tiny_config):
+    with pytest.raises(ValueError, match="attention_implementation='flash' is unknown: use reference, xla, splash"):
+        dataclasses.replace(tiny_config, attention_implementation="flash")
+    model = build(dataclasses.replace(tiny_config, attention_implementation="splash"), plan=Plan(make_mesh(MESH)))
+    tokens = jax.ShapeDtypeStruct((2, 8), jnp.int32)
+    with pytest.raises(ValueError, match="attention_implementation='splash' is a kernel of a TPU"):
+        jax.eval_shape(model.hidden, weights_of(model.specs, model.plan, "float32"), tokens, tokens, tokens)
+
+
+def test_the_option_reaches_the_model(tmp_path):
+    directory, plan = tiny_run.save_model(tmp_path / "m"), Plan(make_mesh({}, devices=jax.devices()[:1]))
+    given = {"dtype": None, "param_dtype": "float32", "remat": None}
+    for asked, expected in (("auto", "xla"), ("reference", "reference")):
+        model, *_ = load_model(directory, plan, **given, attention=asked)
+        assert model.config.attention_implementation == expected
+    with pytest.raises(ValueError, match="attention_implementation='cudnn' is a kernel of a GPU"):
+        load_model(directory, plan, **given, attention="cudnn")
+    config = SFTConfig(model=directory, dataset="d", output_dir="o", attention_implementation="reference")
+    assert open_model(config).model.config.attention_implementation == "reference"
+    with pytest.raises(ValueError, match="attention_implementation"):
+        open_model(dataclasses.replace(config, attention_implementation="flash"))
+
+
+def test_a_plan_is_of_what_the_run_would_take():
+    config = functools.partial(PlanConfig, model="qwen3-0.6b")
+    for topology, asked, expected in (
+        ("v5e:2x2", "auto", "splash"),
+        ("v5e:2x2", "xla", "xla"),
+        ("gpu:H100x8", "auto", "xla"),
+    ):
+        options = config(topology=topology, attention_implementation=asked)
+        found = with_machine_defaults(options, open_model_config("qwen3-0.6b"))
+        assert found.attention_implementation == expected
+
+
+# --- compiled for others ----------------------------------------------------------------------------------------------
+
+
+def gradient_of(model, rows, columns):
+    """The traced gradient of the sum of a model's states."""
+    plan = model.plan
+    tokens, segments = (
+        jax.ShapeDtypeStruct((rows, columns), jnp.int32, sharding=plan.sharding(("batch", None), (rows, columns)))
+        for _ in range(2)
+    )
+    states = lambda params, tokens, segments: model.hidden(params, tokens, positions(segments), segments)
+    loss = lambda *given: jnp.sum(states(*given).astype(jnp.float32))
+    return jax.jit(jax.grad(loss)).trace(weights_of(model.specs, plan, "float32"), tokens, segments)
+
+
+def kernels(text):
+    """The names of the Pallas kernels that a TPU's program calls."""
+    calls = [line for line in text.splitlines() if 'custom_call_target="tpu_custom_call"' in line]
+    return [re.search(r"splash_mha_(\w+?)_segmented", line)[1] for line in calls]
+
+
+@needs_tpu_compiler
+@pytest.mark.parametrize(
+    ("topology", "mesh", "window"),
+    [("v5e:2x2", {"fsdp": 4}, 1000), ("v5e:2x4", {"fsdp": 2, "sequence": 2, "tensor": 2}, None)],
+)
+def test_splash_is_compiled_for_a_tpu(topology, mesh, window):
+    """Each kernel is in the loop of the layers once (the forward one again where it is recomputed), and no square is in
+    memory: of the weights of one row's head there would be more bytes than all that the program needs besides."""
+    plan = Plan(make_mesh(mesh, devices=topology_devices(parse_topology(topology))))
+    columns = 8192
+    config = wide(attention_implementation="splash", sliding_window=window)
+    compiled = gradient_of(build(config, plan=plan), 4, columns).lower().compile()
+    assert sorted(kernels(compiled.as_text())) == ["dkv", "dq", "fwd", "fwd"]
+    own = columns // plan.ways("columns")
+    assert compiled.memory_analysis().temp_size_in_bytes < own * columns * 4
+
+
+def test_the_flops_of_a_kernel_are_counted():
+    """Blocks of which a causal mask leaves nothing are counted; those that a window leaves out are not."""
+    squares = 4.0 * ROWS * HEADS * WIDTH * 128**2
+    count = lambda window, plan: count_flops(jax.make_jaxpr(run("splash", window, plan))(*map(jnp.asarray, (Q, K, V))))
+    assert count(None, None) == 9 * squares
+    assert count(70, None) == 6 * squares  # two blocks at most of three
+    halves = Plan(make_mesh({"fsdp": 2, "tensor": 2}, devices=jax.devices()[:4]))
+    assert count(None, halves) == 9 * squares
+
+
+def test_cudnn_is_lowered_for_a_gpu(monkeypatch):
+    """What JAX asks of the machine, which has none, is cuDNN's version; all else of the lowering is its own."""
+    q, k = jnp.asarray(Q, jnp.bfloat16), jnp.asarray(K, jnp.bfloat16)
+    places, segments = positions(jnp.asarray(SEGMENTS)), jnp.asarray(SEGMENTS)
+    mask = visible(places, segments, places, segments, None)
+    with pytest.raises(RuntimeError, match="cuDNN is not detected"):
+        attention.cudnn(q, k, k, mask)
+    monkeypatch.setattr(fused_attention_stablehlo, "check_cudnn_version", lambda: 91000)
+    for plan in (None, Plan(make_mesh(MESH))):
+        loss = lambda q, k, v, plan=plan: jnp.sum(attention.cudnn(q, k, v, mask, plan=plan).astype(jnp.float32))
+        text = jax.jit(jax.grad(loss, (0, 1, 2))).trace(q, k, k).lower(lowering_platforms=("cuda",)).as_text()
+        assert re.findall(r"@(__cudnn\$\w+)", text) == [
+            "__cudnn$fmhaScaleBiasSoftmax",
+            "__cudnn$fmhaScaleBiasSoftmaxBackward",
+        ]
