@@ -20,6 +20,7 @@ from jaxrl_lm.sharding import Plan
 COLUMNS = {"splash": 128, "cudnn": 64}  # of a device, in whole numbers of which a kernel has them
 BLOCKS = (512, 256, 128)  # of columns that splash computes at once, the largest that divides a device's
 NARROW = 64  # heads below this width fill too little of a TPU's 128 lanes to be worth a kernel
+WIDEST = 256  # of a head
 INTERPRET = False  # runs splash on a CPU, slowly: for tests
 
 Attend = Callable[[Float[Array, "N T h k"], Float[Array, "N c S k"], Float[Array, "N c S k"]], Float[Array, "N T hk"]]
@@ -53,11 +54,11 @@ def obstacle(name: str, config: ModelConfig, plan: Plan | None) -> str | None:
     if plan is not None and plan.axes("heads") != plan.axes("kv_heads"):
         return "it needs the same sharding_rules of heads and kv_heads"
     if name == "splash":
-        return None
+        return None if config.head_dim <= WIDEST else f"head_dim={config.head_dim} is above {WIDEST}"
     if config.dtype not in ("bfloat16", "float16"):
         return f"it computes in bfloat16 or float16, not in dtype={config.dtype}"
-    if config.head_dim % 8 or config.head_dim > 256:
-        return f"head_dim={config.head_dim} is not a multiple of 8 up to 256 (up to 128 before Hopper)"
+    if config.head_dim % 8 or config.head_dim > WIDEST:
+        return f"head_dim={config.head_dim} is not a multiple of 8 up to {WIDEST} (up to 128 before Hopper)"
     return None
 
 
