@@ -182,6 +182,7 @@ CHOICES = [
     ("auto", WIDE, "tpu", None, "splash"),
     ("auto", WIDE, "tpu", Plan(make_mesh(MESH)), "splash"),
     ("auto", WIDE, "tpu", APART, "xla"),
+    ("auto", WIDE, "tpu", Plan(make_mesh(MESH), decode_rules=(("kv_heads", None),)), "xla"),
     ("auto", wide(head_dim=32), "tpu", None, "xla"),
     ("splash", wide(head_dim=32), "tpu", None, "splash"),
     ("auto", wide(head_dim=264), "tpu", None, "xla"),
@@ -201,7 +202,7 @@ def test_what_is_chosen(asked, config, platform, plan, expected):
 REFUSED = [
     ("splash", WIDE, "cpu", None, "is a kernel of a TPU, and this runs on a CPU"),
     ("cudnn", WIDE, "tpu", None, "is a kernel of a GPU, and this runs on a TPU"),
-    ("splash", WIDE, "tpu", APART, "it needs the same sharding_rules of heads and kv_heads"),
+    ("splash", WIDE, "tpu", APART, "it needs heads and kv_heads on the same mesh axes"),
     ("splash", wide(head_dim=264), "tpu", None, "head_dim=264 is above 256"),
     ("cudnn", wide(dtype="float32"), "gpu", None, "bfloat16 or float16, not in dtype=float32"),
     ("cudnn", wide(head_dim=260), "gpu", None, "head_dim=260 is not a multiple of 8 up to 256"),

@@ -51,8 +51,9 @@ def obstacle(name: str, config: ModelConfig, plan: Plan | None) -> str | None:
     """Why an implementation cannot compute this model's attention on this mesh; None: it can."""
     if name not in COLUMNS:
         return None
-    if plan is not None and plan.axes("heads") != plan.axes("kv_heads"):
-        return "it needs the same sharding_rules of heads and kv_heads"
+    plans = () if plan is None else (plan, plan.for_decode())  # a prefill lies as generation does
+    if any(one.axes("heads") != one.axes("kv_heads") for one in plans):
+        return "it needs heads and kv_heads on the same mesh axes (sharding_rules, decode_sharding_rules)"
     if name == "splash":
         return None if config.head_dim <= WIDEST else f"head_dim={config.head_dim} is above {WIDEST}"
     if config.dtype not in ("bfloat16", "float16"):
@@ -142,7 +143,7 @@ def splash(
     else:
         lies = lambda x, *axes: plan.sharding(axes, x.shape, "attention")
         q_lies, k_lies = lies(q, "batch", "heads", "columns", None), lies(k, "batch", "kv_heads", None, None)
-        blocks = kernel.manual_sharding_spec(lies(jnp.zeros((1, whole)), None, "columns"))
+        blocks = kernel.manual_sharding_spec(plan.sharding((None, "columns"), (1, whole), "attention"))
         segments_lie = lies(segments, "batch", "columns").spec, lies(segments, "batch", None).spec
         specs = (blocks, q_lies.spec, k_lies.spec, k_lies.spec, *segments_lie)
         split = jax.shard_map(of_a_device, mesh=plan.mesh, in_specs=specs, out_specs=q_lies.spec, check_vma=False)
@@ -181,17 +182,16 @@ def cudnn(
 ) -> Float[Array, "N T hk"]:
     """cuDNN's fused attention through JAX; 0 where nothing is seen.
 
-    It knows segments by a mask alone, one [T S] of bytes a row and no heads. Its weights are of a row's seen tokens; a row
-    of the mask that sees none would be a softmax of nothing, so it gets one token to see.
+    It knows segments by a mask alone, which JAX makes a bias of: [T S] numbers a row, of all its heads, and as many for a
+    gradient that nobody reads. A token that sees nothing would be a softmax of nothing: it is let see everything.
     """
     rows, columns, heads, width = q.shape
-    some = jnp.any(mask, axis=-1)
-    mask = mask | ~some[:, :, None]
-    keys = k.shape[2]
     ways = 1 if plan is None else plan.ways("columns")
     room = lambda size, ways=1: -(-size // (ways * COLUMNS["cudnn"])) * ways * COLUMNS["cudnn"]
-    q, k, v = _filled(q, room(columns, ways), 1), *(_filled(x.swapaxes(1, 2), room(keys), 1) for x in (k, v))
-    mask = _filled(_filled(mask, room(columns, ways), 1), room(keys), 2)[:, None]
+    mask = _filled(_filled(mask, room(columns, ways), 1), room(k.shape[2]), 2)
+    q, k, v = _filled(q, mask.shape[1], 1), *(_filled(x.swapaxes(1, 2), mask.shape[2], 1) for x in (k, v))
+    some = jnp.any(mask, axis=-1)
+    mask = (mask | ~some[:, :, None])[:, None]
 
     def of_a_device(q, k, v, mask):
         return jax.nn.dot_product_attention(q, k, v, mask=mask, implementation="cudnn")
@@ -205,5 +205,5 @@ def cudnn(
         out = jax.shard_map(of_a_device, mesh=plan.mesh, in_specs=specs, out_specs=q_spec, check_vma=False)(
             q, k, v, mask
         )
-    out = jnp.where(some[:, :, None, None], out[:, :columns], 0)
-    return out.reshape(rows, columns, heads * width)
+    out = jnp.where(some[:, :, None, None], out, 0)
+    return out[:, :columns].reshape(rows, columns, heads * width)
