@@ -30,6 +30,7 @@ from jaxrl_lm.models import (
     trunk_model,
     value_specs,
 )
+from jaxrl_lm.models.attention import choose as choose_attention
 from jaxrl_lm.objectives import CriticObjective, ImplicitObjective, PolicyObjective
 from jaxrl_lm.sharding import Plan
 from jaxrl_lm.types import Params
@@ -47,10 +48,18 @@ def with_remat(model: Model, remat: str | None) -> Model:
     return dataclasses.replace(model, config=dataclasses.replace(model.config, remat=remat))
 
 
-def load_model(name: str, plan: Plan, *, dtype: str | None, param_dtype: str, remat: str | None):
-    """Model, parameters, tokenizer and generation config, with the machine's defaults for dtype and remat."""
+def with_attention(model: Model, asked: str) -> Model:
+    """The model with the attention that is asked for on this machine. Raises ValueError as `models.attention.choose`."""
+    chosen = choose_attention(asked, model.config, platform=jax.default_backend(), plan=model.plan)
+    return dataclasses.replace(model, config=dataclasses.replace(model.config, attention_implementation=chosen))
+
+
+def load_model(
+    name: str, plan: Plan, *, dtype: str | None, param_dtype: str, remat: str | None, attention: str = "auto"
+):
+    """Model, parameters, tokenizer and generation config, with the machine's defaults for dtype, remat and attention."""
     model, params, tokenizer = load(name, plan=plan, dtype=param_dtype, compute_dtype=compute_dtype(dtype))
-    return with_remat(model, remat), params, tokenizer, generation_config(name)
+    return with_attention(with_remat(model, remat), attention), params, tokenizer, generation_config(name)
 
 
 def lora_of(config: LoraOptions) -> LoraConfig | None:
@@ -99,7 +108,8 @@ def _critic(config: GRPOConfig, model: Model, params: Params, plan: Plan, tokeni
     other, found, theirs = load_critic(
         config.critic_model, plan=plan, dtype=config.param_dtype, compute_dtype=compute_dtype(config.dtype)
     )
-    if with_remat(other, config.remat).config != trunk_model(model).config:
+    other = with_attention(with_remat(other, config.remat), config.attention_implementation)
+    if other.config != trunk_model(model).config:
         raise ValueError(f"critic_model={config.critic_model!r} has another shape than the policy; give one of it")
     check_tokens("critic_model", config.critic_model, tokenizer, theirs)
     return found
@@ -119,8 +129,9 @@ def _of_same_shape(config: GRPOConfig, option: str, model: Model, params: Params
     if name is None:
         return copy_params(params)
     other, weights, theirs, _ = load_model(
-        name, plan, dtype=config.dtype, param_dtype=config.param_dtype, remat=config.remat
-    )
+        name, plan, dtype=config.dtype, param_dtype=config.param_dtype, remat=config.remat,
+        attention=config.attention_implementation,
+    )  # fmt: skip
     if other.config != model.config:
         raise ValueError(f"{option}={name!r} has another shape than the policy; give one of it")
     check_tokens(option, name, tokenizer, theirs)

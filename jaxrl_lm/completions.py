@@ -113,7 +113,9 @@ class Completer:
 
     def __init__(self, config: ToolOptions, plan: Plan):
         self.config, self.plan = config, plan
-        self.loaded: Loaded = load_any(config.model, plan, dtype=config.dtype)
+        self.loaded: Loaded = load_any(
+            config.model, plan, dtype=config.dtype, attention=config.attention_implementation
+        )
         self.tokenizer = self.loaded.tokenizer
         self.eos = eos_token_ids(self.loaded.generation, self.tokenizer)
         self._key = place(jax.random.key(config.seed), plan.replicated)

@@ -153,6 +153,9 @@ class MachineOptions(DistributedOptions):
     """The same of generation, whose weights are split over tensor alone."""
     dtype: Literal["float32", "bfloat16", "float16"] | None = None
     """Of the computation; None: bfloat16 on accelerators, float32 on CPU."""
+    attention_implementation: Literal["auto", "reference", "xla", "splash", "cudnn"] = "auto"
+    """Of scoring, the update and prefill; auto: splash on TPUs where model and mesh allow it, xla elsewhere. cudnn (GPUs)
+    must be asked for. See docs/scale.md."""
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)

@@ -197,8 +197,9 @@ def _frozen(config: DPOConfig, basis: Basis, base: Params | None) -> tuple[Froze
         return Frozen(base=base), False
     if config.reference_model is not None:
         other, reference, theirs, _ = load_model(
-            config.reference_model, basis.plan, dtype=config.dtype, param_dtype=config.param_dtype, remat=config.remat
-        )
+            config.reference_model, basis.plan, dtype=config.dtype, param_dtype=config.param_dtype, remat=config.remat,
+            attention=config.attention_implementation,
+        )  # fmt: skip
         if other.config != basis.model.config:
             raise ValueError(
                 f"reference_model={config.reference_model!r} has another shape than the policy; give one of it"

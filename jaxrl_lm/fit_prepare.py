@@ -73,14 +73,15 @@ def checked(config: Any) -> Any:
 
 
 def open_model(config: FitOptions, load: Callable[..., Any] | None = None) -> Basis:
-    """The checked config with the model on its mesh. `load(name, plan, *, dtype, param_dtype, remat)` as `load_model`."""
+    """The checked config with the model on its mesh. `load` is one like `load_model`."""
     config = checked(config)
     check_processes(config)
     plan = plan_of(config)
     check(config, plan)
     model, params, tokenizer, generation = (load or load_model)(
-        config.model, plan, dtype=config.dtype, param_dtype=config.param_dtype, remat=config.remat
-    )
+        config.model, plan, dtype=config.dtype, param_dtype=config.param_dtype, remat=config.remat,
+        attention=config.attention_implementation,
+    )  # fmt: skip
     eos = eos_token_ids(generation, tokenizer)
     own = tokenizer.eos_token_id if tokenizer.eos_token_id is not None else eos[0]
     pad = tokenizer.pad_token_id if tokenizer.pad_token_id is not None else eos[0]

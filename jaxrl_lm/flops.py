@@ -30,6 +30,10 @@ def _equation_flops(equation: Any, while_trips: tuple[int | float, ...]) -> floa
         raise ValueError("convolutions are not counted: this package has none")
     deeper = while_trips[1:] if name == "while" else while_trips
     inner = [count_flops(value, while_trips=deeper) for value in _jaxprs(params)]
+    if name == "pallas_call":  # of the blocks that a kernel passes over, too
+        return math.prod(params["grid_mapping"].grid) * math.fsum(inner)
+    if name == "shard_map":  # what one device computes
+        return params["mesh"].size * math.fsum(inner)
     if name == "scan":
         return params["length"] * math.fsum(inner)
     if name == "while":

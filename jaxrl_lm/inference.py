@@ -56,7 +56,13 @@ class Loaded(NamedTuple):
 
 
 def restore_policy(
-    run: str | Path, plan: Plan, *, step: int | None = None, best: bool = False, dtype: str | None = None
+    run: str | Path,
+    plan: Plan,
+    *,
+    step: int | None = None,
+    best: bool = False,
+    dtype: str | None = None,
+    attention: str = "auto",
 ) -> Loaded:
     """The policy of a run's checkpoint: of a step, the best, or the last.
 
@@ -64,8 +70,9 @@ def restore_policy(
     """
     config = policy_config(run)
     model, params, tokenizer, generation = load_model(
-        config.model, plan, dtype=dtype or config.dtype, param_dtype=config.param_dtype, remat=config.remat
-    )
+        config.model, plan, dtype=dtype or config.dtype, param_dtype=config.param_dtype, remat=config.remat,
+        attention=attention,
+    )  # fmt: skip
     lora = lora_of(config)
     if lora is None:
         del params
@@ -124,11 +131,11 @@ def _holds_reference(config: Any) -> bool:
     return isinstance(config, DPOConfig) and config.reference_reset_steps is not None
 
 
-def load_any(name: str, plan: Plan, *, dtype: str | None = None) -> Loaded:
+def load_any(name: str, plan: Plan, *, dtype: str | None = None, attention: str = "auto") -> Loaded:
     """A model by directory, GGUF file or hub id, or the last policy of a run directory."""
     if is_run(name):
-        return restore_policy(name, plan, dtype=dtype)
-    return Loaded(*load_model(name, plan, dtype=dtype, param_dtype="float32", remat="none"))
+        return restore_policy(name, plan, dtype=dtype, attention=attention)
+    return Loaded(*load_model(name, plan, dtype=dtype, param_dtype="float32", remat="none", attention=attention))
 
 
 def make_inference(
@@ -191,7 +198,7 @@ def run_generate(config: GenerateConfig) -> list[dict[str, Any]]:
     if bool(config.prompt) == bool(config.dataset):
         raise ValueError("generate: give either prompt or dataset")
     plan = plan_of(config)
-    loaded = load_any(config.model, plan, dtype=config.dtype)
+    loaded = load_any(config.model, plan, dtype=config.dtype, attention=config.attention_implementation)
     if config.dataset:
         rows = read_rows(config.dataset, name="dataset")[: config.limit]
     else:
@@ -229,7 +236,7 @@ def run_eval(config: EvalConfig) -> dict[str, float]:
     check_processes(config)
     plan = plan_of(config)
     functions = resolve_all(*open_reward_models(config.eval_reward_functions, plan=plan, dtype=config.dtype))
-    loaded = load_any(config.model, plan, dtype=config.dtype)
+    loaded = load_any(config.model, plan, dtype=config.dtype, attention=config.attention_implementation)
     sets = {
         name: encode_with(config, loaded.tokenizer, read_rows(source, name=name), f"eval_dataset {name!r}")
         for name, source in config.eval_dataset.items()

@@ -62,6 +62,7 @@ RESUMABLE = frozenset(
         "start_timeout",
         "heartbeat_timeout",
         "remat",
+        "attention_implementation",
         "score_chunk",
         "decode_chunk",
     }

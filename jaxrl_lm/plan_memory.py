@@ -51,7 +51,7 @@ def model_memory(config: PlanConfig, model_config: ModelConfig, plan: Plan, roll
     Raises ValueError or FileNotFoundError for a reward model whose shape cannot be read, ImportError as `optim.py`.
     """
     apart, on_rollout = "mesh" if rollout is None else "rollout_mesh", rollout or plan
-    model = build(with_machine_defaults(config, model_config), plan=plan)
+    model = build(with_machine_defaults(config, model_config, plan), plan=plan)
     specs = trained_specs(model, lora=lora_of(config), critic=config.critic, prm=config.implicit_prm is not None)
     found = [part for name, tree in specs.items() for part in _trained(config, name, tree, plan)]
     of = {part.model: part.bytes for part in found if part.part == "weights"}

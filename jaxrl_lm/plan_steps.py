@@ -26,6 +26,7 @@ from jaxrl_lm.checks import (
 )
 from jaxrl_lm.config import SamplingConfig
 from jaxrl_lm.models import BLOCK, Model, ModelConfig, build, critic_specs, decode_specs, stacked
+from jaxrl_lm.models.attention import choose as choose_attention
 from jaxrl_lm.models.hf_config import config_from_hf, read_json
 from jaxrl_lm.placement import Placement, check_placement, check_places
 from jaxrl_lm.plan_config import PlanConfig, open_model_config
@@ -34,6 +35,7 @@ from jaxrl_lm.reward_model import PREFIX
 from jaxrl_lm.rule_tables import rules_of
 from jaxrl_lm.sharding import Plan
 from jaxrl_lm.steps import Steps, minibatch_rows
+from jaxrl_lm.topologies import parse_topology
 from jaxrl_lm.types import Frozen, Requests, Scores
 
 ROLLOUT_STEPS = ("generate", "score_reference")  # that run on a rollout mesh, where there is one
@@ -64,9 +66,12 @@ class Shapes(NamedTuple):
     rewards: dict[str, Any]  # reward models, by their options
 
 
-def with_machine_defaults(config: PlanConfig, model: ModelConfig) -> ModelConfig:
-    """The model with what an accelerator computes in and recomputes where the config does not say."""
-    return dataclasses.replace(model, dtype=config.dtype or "bfloat16", remat=config.remat or "full")
+def with_machine_defaults(config: PlanConfig, model: ModelConfig, plan: Plan | None = None) -> ModelConfig:
+    """The model with what an accelerator computes in, recomputes and attends by where the config does not say."""
+    model = dataclasses.replace(model, dtype=config.dtype or "bfloat16", remat=config.remat or "full")
+    platform = "tpu" if parse_topology(config.topology).compiled else "gpu"
+    chosen = choose_attention(config.attention_implementation, model, platform=platform, plan=plan)
+    return dataclasses.replace(model, attention_implementation=chosen)
 
 
 def check_plannable(config: PlanConfig) -> None:
@@ -123,7 +128,7 @@ def trace_steps(
     check_plannable(config)
     check(config, plan.batch_ways)
     placement = planned_placement(config, plan, rollout)
-    model = build(with_machine_defaults(config, model_config), plan=plan)
+    model = build(with_machine_defaults(config, model_config, plan), plan=plan)
     algorithm = resolve_algorithm(config)
     sampling = SamplingConfig(
         max_new_tokens=config.max_completion_length,

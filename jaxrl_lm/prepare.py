@@ -219,7 +219,9 @@ def open_teacher(config: GRPOConfig, tokenizer: Any, plan: Plan) -> tuple[Model,
     if config.teacher is None:
         return None
     dtype = compute_dtype(config.dtype)
-    model, params, other, _ = load_model(config.teacher, plan, dtype=dtype, param_dtype=dtype, remat="none")
+    model, params, other, _ = load_model(
+        config.teacher, plan, dtype=dtype, param_dtype=dtype, remat="none", attention=config.attention_implementation
+    )
     check_tokens("teacher", config.teacher, tokenizer, other)
     return model, params
 
@@ -336,8 +338,9 @@ def prepare(
     rows, eval_rows = read_data(config, dataset, rewards)
     rows, told = split_rows(config, rows)
     model, params, tokenizer, generation = load_model(
-        config.model, plan, dtype=config.dtype, param_dtype=config.param_dtype, remat=config.remat
-    )
+        config.model, plan, dtype=config.dtype, param_dtype=config.param_dtype, remat=config.remat,
+        attention=config.attention_implementation,
+    )  # fmt: skip
     data = encode_data(config, tokenizer, rows, eval_rows)
     sampling, algorithm = make_sampling(config, tokenizer, generation), resolve_algorithm(config)
     total_steps = steps_in_all(config, len(data.prompts.ids))

@@ -13,7 +13,7 @@ from typing import Any, NamedTuple
 import jax
 import jax.numpy as jnp
 
-from jaxrl_lm.assemble import compute_dtype, with_remat
+from jaxrl_lm.assemble import compute_dtype, with_attention, with_remat
 from jaxrl_lm.distributed import place_tree
 from jaxrl_lm.fit import Fit, FitRun, fit
 from jaxrl_lm.fit_batches import comparison_batch, labelled_batch
@@ -68,13 +68,13 @@ def _open(config: RewardConfig | PRMConfig, *, labels: int, bias: bool) -> Start
             raise ValueError(f"{name}: a reward model reads a row's own prompt, in training as in use; leave it out")
     fresh = []
 
-    def load(name: str, plan: Plan, *, dtype: str | None, param_dtype: str, remat: str | None):
+    def load(name: str, plan: Plan, *, dtype: str | None, param_dtype: str, remat: str | None, attention: str):
         model, params, tokenizer, is_fresh = load_classifier_start(
             name, plan=plan, dtype=param_dtype, compute_dtype=compute_dtype(dtype), labels=labels, bias=bias,
             key=head_key(config.seed, 0),
         )  # fmt: skip
         fresh.append(is_fresh)
-        return with_remat(model, remat), params, tokenizer, generation_config(name)
+        return with_attention(with_remat(model, remat), attention), params, tokenizer, generation_config(name)
 
     start = Start(open_model(config, load), fresh[0])
     if not start.fresh:

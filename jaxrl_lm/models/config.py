@@ -84,9 +84,14 @@ class ModelConfig:
     initializer_range: float = 0.02
     dtype: str = "float32"  # of the computation; norms, softmax and log-probs are float32 in any case
     remat: str = "none"  # none, full, dots, offload: what the backward pass recomputes
+    attention_implementation: str = "xla"  # reference, xla, splash, cudnn: of whole rows, see attention.py
 
     def __post_init__(self):
         if self.num_heads % self.num_kv_heads:
             raise ValueError(f"num_heads={self.num_heads} is not a multiple of num_kv_heads={self.num_kv_heads}")
         if self.remat not in ("none", "full", "dots", "offload"):
             raise ValueError(f"remat={self.remat!r} is unknown: use none, full, dots or offload")
+        if self.attention_implementation not in ("reference", "xla", "splash", "cudnn"):
+            raise ValueError(
+                f"attention_implementation={self.attention_implementation!r} is unknown: use reference, xla, splash or cudnn"
+            )

@@ -12,6 +12,7 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Bool, Float, Int32
 
+from jaxrl_lm.models.attention import attention_of
 from jaxrl_lm.models.config import ModelConfig
 from jaxrl_lm.models.decoder import Model, decoder_specs, visible
 from jaxrl_lm.models.kv_cache import Cache, Keys, Values, block, dot_keys, put, queries_for, read_values, stored
@@ -121,7 +122,9 @@ def prefill(
     parts = -(-columns * columns // PAIRS)
 
     def mix(_, q, k, v):
-        if parts == 1:
+        if model.config.attention_implementation != "xla":
+            out = attention_of(model.config, model.plan, segments, sees, (places, segments))(q, k, v)
+        elif parts == 1:
             out = attend(q, k, v, sees(places, segments))
         else:
             out = attend_in_parts(q, k, v, sees, (places, segments), parts=parts)

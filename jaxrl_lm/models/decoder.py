@@ -15,6 +15,7 @@ from flax import nnx
 from jax.ad_checkpoint import checkpoint_name
 from jaxtyping import Array, Bool, Float, Int, Shaped
 
+from jaxrl_lm.models.attention import COLUMNS, attention_of
 from jaxrl_lm.models.config import LoraConfig, ModelConfig
 from jaxrl_lm.models.layers import (
     PAIRS,
@@ -183,7 +184,8 @@ class Model:
         """
         columns = tokens.shape[1]
         ways = 1 if self.plan is None else self.plan.ways("columns")
-        parts = -(-columns * columns // (PAIRS * ways))
+        kernel = self.config.attention_implementation
+        parts = -(-columns * columns // (PAIRS * ways)) if kernel == "xla" else COLUMNS.get(kernel, 1)
         room = ((0, 0), (0, -columns % (parts * ways)))
         tokens, positions, segment_ids = (jnp.pad(x, room) for x in (tokens, positions, segment_ids))
         dtype = jnp.dtype(self.config.dtype)
@@ -197,7 +199,9 @@ class Model:
         angles = positions[:, :, None].astype(jnp.float32) * rope_frequencies(self.config).astype("float32")[None, None]
         sees = lambda *queries: visible(*queries, k_positions, k_segments, self.config.sliding_window)
         queries = (positions, segment_ids)
-        if parts == 1:
+        if kernel != "xla":
+            attention = attention_of(self.config, self.plan, k_segments, sees, queries)
+        elif parts == 1:
             attention = functools.partial(attend, mask=sees(*queries))
         else:
             attention = functools.partial(attend_in_parts, sees=sees, queries=queries, parts=parts)
