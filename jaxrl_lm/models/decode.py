@@ -5,6 +5,7 @@ so that a row's numbers do not depend on where it stands, on its neighbours, or 
 training: `decoder.py`.
 """
 
+import functools
 from collections.abc import Callable
 from typing import Any, NamedTuple
 
@@ -12,6 +13,7 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Bool, Float, Int32
 
+from jaxrl_lm.models.cache_write import write_columns
 from jaxrl_lm.models.config import ModelConfig
 from jaxrl_lm.models.decoder import Model, decoder_specs, visible
 from jaxrl_lm.models.layers import (
@@ -140,12 +142,11 @@ def extend(
     places = cache.lengths[:, None] + jnp.arange(columns, dtype=jnp.int32)[None]
     filled = jnp.max(cache.lengths) + columns
 
-    def put(old, new, axis):
-        one = lambda old, new, start: jax.lax.dynamic_update_slice_in_dim(old, new, start, axis=axis)
-        return jax.vmap(one)(old, new.astype(old.dtype), cache.lengths)
+    put = functools.partial(write_columns, starts=cache.lengths, plan=model.plan)
 
     def mix(old, q, k, v):
-        k, v = model.constrain_kv(put(old[0], k.swapaxes(2, 3), 2)), model.constrain_kv(put(old[1], v, 1))
+        k = model.constrain_kv(put(old[0], k.swapaxes(2, 3), axis=3))
+        v = model.constrain_kv(put(old[1], v, axis=2))
         return attend_filled(q, k, v, places, filled, model.config.sliding_window), (k, v)
 
     hidden, layers = _run(params, tokens, places, cache.layers, model, mix)
