@@ -36,10 +36,23 @@ def write_columns(
     return jax.vmap(one)(cache, new, starts)
 
 
+def narrow(cache: Any, plan: Any) -> Any:
+    """Of each array of a cache, whether XLA lays it with its columns last though its last axis is another.
+
+    It does so on TPUs where that axis has fewer than 128 numbers: they would be filled up to 128 in memory.
+    """
+    on_tpu = platform_of(plan) == "tpu"
+    return jax.tree.map(lambda x: on_tpu and x.ndim == 4 and x.shape[3] < min(LANES, x.shape[2]), cache)
+
+
+def turned(cache: Any, which: Any) -> Any:
+    """The cache with the last two axes of these arrays exchanged, as it lies in memory: loops that work on it so copy nothing."""
+    return jax.tree.map(lambda x, turn: x.swapaxes(2, 3) if turn else x, cache, which)
+
+
 def _on_mesh(cache, new, starts, axis: int, plan: Any):
     """The kernel, on each device for its own rows and heads."""
-    if axis == 2 and cache.shape[3] < LANES:
-        # The last axis would be filled up to 128 in memory: XLA lays such a cache with its columns last, and so it is given.
+    if axis == 2 and narrow(cache, plan):
         return _on_mesh(cache.swapaxes(2, 3), new.swapaxes(2, 3), starts, 3, plan).swapaxes(2, 3)
     write = functools.partial(write_one_column, axis=axis)
     if plan is None:
