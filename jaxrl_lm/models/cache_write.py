@@ -6,6 +6,7 @@ Read and written by `decode.extend`.
 """
 
 import functools
+import math
 from typing import Any
 
 import jax
@@ -100,6 +101,9 @@ def write_one_column(
         ),
         out_shape=jax.ShapeDtypeStruct(cache.shape, cache.dtype),
         input_output_aliases={1: 0},
+        cost_estimate=pl.CostEstimate(
+            flops=0, transcendentals=0, bytes_accessed=2 * rows * math.prod(tile) * cache.dtype.itemsize
+        ),
         name="write_one_column",
         interpret=interpret,
     )(starts, cache, new)
