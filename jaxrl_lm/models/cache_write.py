@@ -90,6 +90,7 @@ def write_one_column(
         found = starts[row] // size
         return (row, 0, found, 0) if axis == 2 else (row, 0, 0, found)
 
+    # In main memory before and after: XLA would bring a cache that fits into the chip's memory there and back for it.
     row = pl.BlockSpec((1, heads, *new.shape[2:]), lambda row, _: (row, 0, 0, 0))
     return pl.pallas_call(
         kernel,
@@ -99,11 +100,11 @@ def write_one_column(
             in_specs=[pl.BlockSpec(tile, place), row],
             out_specs=pl.BlockSpec(tile, place),
         ),
-        out_shape=jax.ShapeDtypeStruct(cache.shape, cache.dtype),
+        out_shape=pltpu.HBM(cache.shape, cache.dtype),
         input_output_aliases={1: 0},
         cost_estimate=pl.CostEstimate(
             flops=0, transcendentals=0, bytes_accessed=2 * rows * math.prod(tile) * cache.dtype.itemsize
         ),
         name="write_one_column",
         interpret=interpret,
-    )(starts, cache, new)
+    )(starts, cache if interpret else pltpu.with_memory_space_constraint(cache, pltpu.HBM), new)
