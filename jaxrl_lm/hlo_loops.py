@@ -1,13 +1,14 @@
-"""What stands inside the loops of a compiled program: copies of large arrays, collectives, memory traffic, each an iteration.
+"""What stands inside the loops of a compiled program: which loop is in which, copies of large arrays, and
+one iteration as a program of its own, for the collectives and the memory traffic of `hlo.py`.
 
-Pure functions of a parsed text, as `hlo.py`, on which this builds.
+Pure functions of a parsed text, as those.
 """
 
 import re
 from typing import NamedTuple
 
 from jaxrl_lm import hlo
-from jaxrl_lm.hlo import Collective, Instruction, Module
+from jaxrl_lm.hlo import Instruction, Module
 
 
 class Loop(NamedTuple):
@@ -23,7 +24,7 @@ class Loop(NamedTuple):
 class Copy(NamedTuple):
     """An instruction that makes a copy of a large array and computes nothing."""
 
-    kind: str  # copy or transpose: within one memory or in another layout; fetch, evict: to and from the chip's memory, as it is
+    kind: str  # copy or transpose: within one memory, or in another layout; fetch, evict: to and from the chip's memory
     shape: str
     bytes: float
     runs: float  # an iteration; inner loops as often as they run
@@ -106,14 +107,7 @@ def _plain(layout: str) -> str:
 
 def _fused(module: Module, name: str) -> bool:
     """Whether a computation is a part of a fusion, or what another instruction applies, and no body of its own."""
-    callers = (
-        one.opcode for inside in module.computations.values() for one in inside.values() if name in one.called
-    )
+    callers = (one.opcode for inside in module.computations.values() for one in inside.values() if name in one.called)
     return name != module.entry and not any(
         opcode in ("while", "conditional", "call", "async-start") for opcode in callers
     )
-
-
-def collectives(module: Module, *, least: float = 0.0) -> list[Collective]:
-    """Communications of arrays of at least so many bytes, as `hlo.collectives`; of a loop give its `iteration`."""
-    return [one for one in hlo.collectives(module) if one.bytes >= least]

@@ -19,9 +19,9 @@ from jaxrl_lm.generate import read_prompts, start
 from jaxrl_lm.hlo import Collective
 from jaxrl_lm.hlo_loops import Copy
 from jaxrl_lm.memory import device_bytes
-from jaxrl_lm.models import BLOCK, Model, ModelConfig, build
+from jaxrl_lm.models import Model, ModelConfig, build
 from jaxrl_lm.plan_config import PlanConfig
-from jaxrl_lm.plan_places import Plan, mesh_sizes, places_of, plans_of
+from jaxrl_lm.plan_places import mesh_sizes, places_of, plans_of
 from jaxrl_lm.plan_steps import PlannedStep, trace_steps, with_machine_defaults
 from jaxrl_lm.topologies import parse_topology
 
@@ -41,11 +41,11 @@ class Compiled:
     cache: float  # of these: keys and values
     weights: float  # that the step reads
     whole: float  # the same weights, all devices together
-    copies: tuple[Copy, ...]  # in the loop, each iteration: of at least an eighth of a layer's cache, or of a layer's weights
+    copies: tuple[Copy, ...]  # of decode, each pass: of arrays of at least an eighth of a layer's cache
     collectives: tuple[Collective, ...]  # of decode each pass; of update in all
-    loops: tuple[int | None, ...]  # iterations of the loops within the main loop
-    traffic: float  # from and to main memory, each pass with a full cache; of the others in all
-    least: float  # that a pass has to read: weights once, filled cache once; 0 of the others
+    loops: tuple[int | None, ...]  # of decode: iterations of the loops within a pass
+    traffic: float  # from and to main memory; of decode each pass, with a full cache, of the others in all
+    least: float  # that a pass of decode has to read: weights once, the cache once
     counted: float  # the compiler's "bytes accessed": every loop's body once, the chip's own memory too
     seconds: float  # of compiling
 
@@ -56,13 +56,11 @@ class Compiled:
 
     @property
     def moved(self) -> list[Copy]:
-        """Copies that move no weights and no cache for being read: all but those to the chip's memory."""
+        """Copies that a pass could do without: all but what is brought to the chip's memory, as it is, to be read there."""
         return [one for one in self.copies if one.kind != "fetch"]
 
 
-def check_steps(
-    config: PlanConfig, model_config: ModelConfig, *, only: tuple[str, ...] = STEPS
-) -> dict[str, Compiled]:
+def check_steps(config: PlanConfig, model_config: ModelConfig, *, only: tuple[str, ...] = STEPS) -> dict[str, Compiled]:
     """These steps of the run that the config describes, compiled for its topology, by name.
 
     Raises ValueError for an unknown step or a topology without a compiler, and as a plan does.
@@ -100,40 +98,29 @@ def _decode(config: PlanConfig, model: Model, step: PlannedStep) -> Compiled:
     read = params if model.config.tie_embeddings else {name: x for name, x in params.items() if name != "embed"}
     cache = device_bytes(state.cache.layers)
     layer = cache / model.config.num_layers
-    return _compiled("decode", lowered, donated=state, cache=cache, weights=read, least=layer / 8, loop=True)
+    return _compiled("decode", lowered, donated=state, weights=read, cache=cache, copied=layer / 8)
 
 
 def _whole(step: PlannedStep) -> Compiled:
     """A step that is compiled as a run does."""
-    traced, policy = step.trace(), step.arguments["params.policy"]
     state = {name: tree for name, tree in step.arguments.items() if name.startswith(("params.", "opt_state", "extra"))}
-    layers = jax.tree.leaves(policy["layers"])
-    least = max(map(device_bytes, layers)) / layers[0].shape[0] / 8
-    return _compiled(
-        step.name, traced.lower(), donated=state if step.name == "update" else {}, cache=0.0, weights=policy, least=least
-    )
+    donated = state if step.name == "update" else {}
+    return _compiled(step.name, step.trace().lower(), donated=donated, weights=step.arguments["params.policy"])
 
 
 def _compiled(
-    name: str, lowered: Any, *, donated: Any, cache: float, weights: Any, least: float, loop: bool = False
+    name: str, lowered: Any, *, donated: Any, weights: Any, cache: float = 0.0, copied: float = 0.0
 ) -> Compiled:
+    """What the compiler says of a step. `copied`: the bytes from which on a copy in its main loop counts; 0: it has none."""
     begin = time.perf_counter()
     program = lowered.compile()
     seconds, memory = time.perf_counter() - begin, program.memory_analysis()
-    module, inner, copied = hlo.parse(program.as_text()), (), ()
-    found = hlo_loops.loops(module)
-    if loop:
-        main = hlo_loops.main_loop(module)
+    module, inner, copies = hlo.parse(program.as_text()), (), []
+    if copied:
+        main, found = hlo_loops.main_loop(module), hlo_loops.loops(module)
         inner = tuple(one.trips for one in found if one.outer == main.name)
         module = hlo_loops.iteration(module, main)
-        copied = hlo_loops.copies(module, least=least)
-    elif found:
-        copied = [
-            one
-            for body in found
-            if body.outer is None
-            for one in hlo_loops.copies(hlo_loops.iteration(module, body), least=least)
-        ]
+        copies = hlo_loops.copies(module, least=copied)
     return Compiled(
         name=name,
         arguments=float(memory.argument_size_in_bytes),
@@ -144,11 +131,11 @@ def _compiled(
         cache=cache,
         weights=device_bytes(weights),
         whole=float(sum(math.prod(x.shape) * x.dtype.itemsize for x in jax.tree.leaves(weights))),
-        copies=tuple(copied),
-        collectives=tuple(hlo_loops.collectives(module)),
+        copies=tuple(copies),
+        collectives=tuple(hlo.collectives(module)),
         loops=inner,
         traffic=hlo.memory_traffic(module),
-        least=device_bytes(weights) + cache if loop else 0.0,
+        least=device_bytes(weights) + cache if copied else 0.0,
         counted=float((program.cost_analysis() or {}).get("bytes accessed", 0.0)),
         seconds=seconds,
     )

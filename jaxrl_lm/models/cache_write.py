@@ -27,7 +27,12 @@ def platform_of(plan: Any) -> str:
 
 
 def write_columns(
-    cache: Float[Array, "W c a b"], new: Float[Array, "W c d e"], starts: Int32[Array, "W"], *, axis: int, plan: Any = None
+    cache: Float[Array, "W c a b"],
+    new: Float[Array, "W c d e"],
+    starts: Int32[Array, "W"],
+    *,
+    axis: int,
+    plan: Any = None,
 ) -> Float[Array, "W c a b"]:
     """The cache with `new` at the columns from each row's start up; columns lie along this axis, 2 or 3."""
     new = new.astype(cache.dtype)
@@ -47,7 +52,7 @@ def narrow(cache: Any, plan: Any) -> Any:
 
 
 def turned(cache: Any, which: Any) -> Any:
-    """The cache with the last two axes of these arrays exchanged, as it lies in memory: loops that work on it so copy nothing."""
+    """The cache with the last two axes of these arrays exchanged, as it lies in memory: a loop over it so copies nothing."""
     return jax.tree.map(lambda x, turn: x.swapaxes(2, 3) if turn else x, cache, which)
 
 
