@@ -111,7 +111,7 @@ TEXT = """HloModule m
   %copy-start.1 = (f32[16,8]{1,0:T(8,128)S(1)}, f32[16,8]{1,0:T(8,128)}, u32[]{:S(2)}) copy-start(%x.2)
   %copy-start.2 = (f32[16,8]{0,1:T(8,128)S(1)}, f32[16,8]{1,0:T(8,128)}, u32[]{:S(2)}) copy-start(%x.2)
   %copy-start.3 = (f32[16,8]{1,0:T(8,128)}, f32[16,8]{1,0:T(8,128)S(1)}, u32[]{:S(2)}) copy-start(%x.2)
-  %while.2 = (s32[], f32[4,8]{1,0}) while(%p.2), condition=%c, body=%inner_body, backend_config={"known_trip_count":{"n":"3"}}
+  %while.2 = (s32[], f32[4,8]{1,0}) while(%p.2), condition=%c, body=%inner_body, known_trip_count={"n":"3"}
 }
 
 %c (p.3: (s32[], f32[4,8])) -> pred[] {
@@ -121,7 +121,7 @@ TEXT = """HloModule m
 ENTRY %main (a: f32[16,8]) -> f32[16,8] {
   %a = f32[16,8]{1,0} parameter(0)
   %copy.9 = f32[16,8]{0,1} copy(%a)
-  %while.1 = (s32[], f32[16,8]{1,0}) while(%a), condition=%c, body=%body, backend_config={"known_trip_count":{"n":"5"}}
+  %while.1 = (s32[], f32[16,8]{1,0}) while(%a), condition=%c, body=%body, known_trip_count={"n":"5"}
 }
 """
 

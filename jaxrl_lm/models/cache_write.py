@@ -13,7 +13,7 @@ import jax
 import jax.numpy as jnp
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import tpu as pltpu
-from jaxtyping import Array, Float, Int32
+from jaxtyping import Array, Int32, Shaped
 
 LANES, SUBLANES = 128, 32  # columns of a tile where they come last, and where they do not (of any dtype)
 
@@ -27,13 +27,13 @@ def platform_of(plan: Any) -> str:
 
 
 def write_columns(
-    cache: Float[Array, "W c a b"],
-    new: Float[Array, "W c d e"],
+    cache: Shaped[Array, "W c a b"],
+    new: Shaped[Array, "W c d e"],
     starts: Int32[Array, "W"],
     *,
     axis: int,
     plan: Any = None,
-) -> Float[Array, "W c a b"]:
+) -> Shaped[Array, "W c a b"]:
     """The cache with `new` at the columns from each row's start up; columns lie along this axis, 2 or 3."""
     new = new.astype(cache.dtype)
     if new.shape[axis] == 1 and platform_of(plan) == "tpu":
@@ -70,13 +70,13 @@ def _on_mesh(cache, new, starts, axis: int, plan: Any):
 
 
 def write_one_column(
-    cache: Float[Array, "W c a b"],
-    new: Float[Array, "W c d e"],
+    cache: Shaped[Array, "W c a b"],
+    new: Shaped[Array, "W c d e"],
     starts: Int32[Array, "W"],
     *,
     axis: int,
     interpret: bool = False,
-) -> Float[Array, "W c a b"]:
+) -> Shaped[Array, "W c a b"]:
     """The kernel. A start outside of the cache is the nearest inside, as in `dynamic_update_slice`."""
     rows, heads, *rest = cache.shape
     room = cache.shape[axis]
