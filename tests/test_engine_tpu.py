@@ -152,12 +152,13 @@ def test_a_kernel_moves_what_it_says():
 
 # --- compiled ---------------------------------------------------------------------------------------------------------
 
-# The model, where, and the rows that wait for a slot.
+# The model, where, the options, and what a pass may move for each byte of weights and cache. On a v5p, whose chip memory is
+# smaller, the results of attention's blocks go through main memory.
 DECODED = {
-    "128 wide, tensor": (WIDE, "v5e:2x4", {"tensor": 8}, {}),
-    "64 wide, tensor, slots": (NARROW, "v5e:2x4", {"tensor": 8}, {"decode_slots": 128}),
-    "64 wide, fsdp": (NARROW, "v5e:2x4", {"fsdp": 8}, {}),
-    "64 wide, v5p, slots": (NARROW, "v5p:2x2x1", {"fsdp": 2, "tensor": 2}, {"decode_slots": 128}),
+    "128 wide, tensor": (WIDE, "v5e:2x4", {"tensor": 8}, {}, 1.2),
+    "64 wide, tensor, slots": (NARROW, "v5e:2x4", {"tensor": 8}, {"decode_slots": 128}, 1.2),
+    "64 wide, fsdp": (NARROW, "v5e:2x4", {"fsdp": 8}, {}, 1.2),
+    "64 wide, v5p, slots": (NARROW, "v5p:2x2x1", {"fsdp": 2, "tensor": 2}, {"decode_slots": 128}, 1.4),
 }
 
 
@@ -165,8 +166,8 @@ DECODED = {
 @pytest.mark.parametrize("name", DECODED)
 def test_the_decode_loop_reads_weights_and_cache_and_moves_little_else(name):
     """The state stays where it is, the loop copies no part of a cache and gathers no weights, and a pass reads weights and
-    cache once: at most a fifth more."""
-    model, topology, mesh, changed = DECODED[name]
+    cache once."""
+    model, topology, mesh, changed, most = DECODED[name]
     found = check_steps(options(topology, mesh, **changed), model, only=("decode",))["decode"]
     assert found.cache <= found.donated <= found.aliased
     assert found.outputs - found.aliased < 1e4
@@ -175,7 +176,7 @@ def test_the_decode_loop_reads_weights_and_cache_and_moves_little_else(name):
     # A loop over blocks a layer, and that which fills slots; none over the rows, for writing a column of each.
     assert found.loops == (16, 16, None) if changed else (16, 16)
     assert found.least <= 1.01 * found.traffic
-    assert found.traffic <= 1.2 * found.least
+    assert found.traffic <= most * found.least
 
 
 @needs_tpu_compiler
@@ -189,10 +190,11 @@ def test_draws_from_a_vocabulary_that_is_split_within_a_block_gather_no_logits()
 
 
 @needs_tpu_compiler
-@pytest.mark.parametrize(("topology", "mesh"), [("v5e:2x4", {"fsdp": 8}), ("v5p:2x2x1", {"fsdp": 2, "tensor": 2})])
-def test_the_update_keeps_its_state_in_place_and_generation_gathers_weights_before_its_loop(topology, mesh):
-    config = options(topology, mesh, max_prompt_length=128, max_completion_length=128, prompts_per_step=8)
-    found = check_steps(config, WIDE, only=("prepare_decode", "update"))
+def test_the_update_keeps_its_state_in_place_and_generation_gathers_weights_before_its_loop():
+    lengths = {"max_prompt_length": 64, "max_completion_length": 64}
+    config = options("v5e:2x4", {"fsdp": 8}, prompts_per_step=8, num_generations=2, score_chunk=512, **lengths)
+    model = dataclasses.replace(WIDE, hidden_size=1024, intermediate_size=2048, num_heads=8, num_kv_heads=4)
+    found = check_steps(config, dataclasses.replace(model, vocab_size=8192), only=("prepare_decode", "update"))
     laid, update = found["prepare_decode"], found["update"]
     assert laid.gathers or any(one.kind == "all-to-all" for one in laid.collectives)
     assert update.donated <= update.aliased
