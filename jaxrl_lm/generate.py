@@ -26,8 +26,10 @@ from jaxrl_lm.logit_rules import (
     tokens_seen,
 )
 from jaxrl_lm.models import Cache, Model, extend, fuse_layers, next_logits, prefill, room_for
+from jaxrl_lm.models.cache_write import narrow, turned
 from jaxrl_lm.models.kv_cache import wider
 from jaxrl_lm.sampling import Drawn, draw
+from jaxrl_lm.sharding import Plan
 from jaxrl_lm.types import Params, Requests, Rollout
 
 EMPTY = -1  # in place of a slot's row
@@ -245,7 +247,7 @@ def decode(
             results=results,
             rules=advance(state.rules, token, active, tables),
         )
-        return _refill(state, parts, own, seen) if slots < rows else state
+        return _refill(state, parts, own, seen, model.plan) if slots < rows else state
 
     def goes_on(state: DecodeState) -> Bool[Array, ""]:
         more = (state.request > EMPTY).any() & (state.step < most)
@@ -276,8 +278,11 @@ def _record(state: DecodeState, token, logprob, behaviour, ended, parts: int, ch
     )
 
 
-def _refill(state: DecodeState, parts: int, own: int, seen: Bool[Array, "P V"] | None) -> DecodeState:
+def _refill(
+    state: DecodeState, parts: int, own: int, seen: Bool[Array, "P V"] | None, plan: Plan | None
+) -> DecodeState:
     """The state with the next rows of the queue in the empty slots, first slots first; `seen` as `_seen`."""
+    turns = narrow(state.cache.layers, plan)
     prefixes, slots = state.prefixes, state.request.shape[0]
     group = state.results.ended.shape[0] // prefixes.token.shape[0]
     request = _apart(state.request, parts)
@@ -300,7 +305,7 @@ def _refill(state: DecodeState, parts: int, own: int, seen: Bool[Array, "P V"] |
             put = lambda old, slot, new: old.at[slot, :, : new.shape[1], : new.shape[2]].set(new, mode="drop")
             return jax.vmap(put)(_apart(old, parts), slot, new).reshape(old.shape)
 
-        return jax.tree.map(one, layers, prefixes.cache.layers)
+        return jax.tree.map(one, layers, turned(prefixes.cache.layers, turns))
 
     return state._replace(
         next=state.next + count,
@@ -309,7 +314,7 @@ def _refill(state: DecodeState, parts: int, own: int, seen: Bool[Array, "P V"] |
         token=jnp.where(taken_slots, of(prefixes.token), state.token),
         stop_state=jnp.where(taken_slots, 0, state.stop_state),
         cache=Cache(
-            jax.lax.fori_loop(0, count.max(), copy, state.cache.layers),
+            turned(jax.lax.fori_loop(0, count.max(), copy, turned(state.cache.layers, turns)), turns),
             jnp.where(taken_slots, of(prefixes.cache.lengths), state.cache.lengths),
         ),
         rules=renewed(state.rules, taken_slots, None if seen is None else of(seen)),

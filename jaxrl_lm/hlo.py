@@ -250,6 +250,10 @@ def _moved(module: Module, name: str, one: Instruction) -> float:
         return sorted(arrays(one.shape))[-2]
     if one.opcode.endswith("-start"):  # its shape holds the operand and the result
         return math.fsum(arrays(one.shape, fast=False))
+    if one.opcode == "custom-call" and (
+        said := re.search(r'"bytes_accessed":"(\d+)"', one.rest)
+    ):  # a kernel's own estimate
+        return float(said[1])
     in_memory = lambda operand: math.fsum(arrays(inside[operand].shape, fast=False)) > 0
     if one.opcode == "fusion":
         fusion = one.called[0]

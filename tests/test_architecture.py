@@ -34,7 +34,7 @@ LAYERS = (
     ("logit_rules", "placement", "sampling", "score"),
     ("credit", "generate", "update"),
     ("batch", "chunks", "distill", "fit_batches", "fit_objectives", "objectives", "rows"),
-    ("steps",),
+    ("decode_steps", "hlo_loops", "steps"),
     ("fit_steps",),
     ("data", "report", "checkpoint"),
     ("runs",),
@@ -51,7 +51,7 @@ LAYERS = (
     ("plan_config",),
     ("plan_steps",),
     ("plan_memory", "plan_places", "plan_report"),
-    ("plan_estimate", "plan_table"),
+    ("plan_decode", "plan_estimate", "plan_table"),
     ("plan_changes",),
     ("plan",),
     ("fit_prepare",),
@@ -99,7 +99,7 @@ ONLY = {
 }
 
 # Steps, and moves between processes: what several processes do together with their devices is a program.
-COMPILED = ("steps.py", "fit_steps.py", "sharding/across.py")
+COMPILED = ("steps.py", "fit_steps.py", "decode_steps.py", "sharding/across.py")
 COMPILING = ("jit", "pjit", "pmap", "filter_jit")  # jax.jit, nnx.jit, eqx.filter_jit, …
 
 

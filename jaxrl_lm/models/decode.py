@@ -151,7 +151,8 @@ def extend(
     first, filled = columns_seen(cache.lengths, columns, window, count)
 
     def mix(old, q, k, v):
-        k, v = jax.tree.map(model.constrain_kv, put(old, k.swapaxes(2, 3), v, cache.lengths))
+        new = put(old, k.swapaxes(2, 3), v, cache.lengths, model.plan)
+        k, v = jax.tree.map(model.constrain_kv, new)
         return attend_filled(q, k, v, places, filled, window, first), (k, v)
 
     hidden, layers = _run(params, tokens, places, cache.layers, model, mix)
@@ -217,7 +218,10 @@ def next_logits(params: Params, hidden: Float[Array, "D W"], *, model: Model) ->
     logits = jnp.einsum("vd,dw->vw", table, hidden, preferred_element_type=jnp.float32)
     # XLA would turn the product round instead of the logits; on a CPU it is slower so, and has none for bfloat16.
     logits = jax.lax.optimization_barrier(logits).T
-    return logits if plan is None else plan.constrain(logits, ("batch", "vocab"))
+    if plan is None:
+        return logits
+    logits, draws = plan.constrain(logits, ("batch", "vocab")), plan.for_draws(logits.shape)
+    return logits if draws is plan else draws.constrain(logits, ("batch", None))
 
 
 def columns_seen(

@@ -9,12 +9,14 @@ and what one channel had is spread over all. The rotation is the cosine transfor
 """
 
 import functools
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 from jaxtyping import Array, Float, Int8, Int32
+
+from jaxrl_lm.models.cache_write import write_columns
 
 DTYPES = (None, "int8")  # what `kv_cache_dtype` may be
 LARGEST = 127
@@ -98,14 +100,14 @@ def column_axes(k: Keys, v: Values) -> tuple:
 
 
 def put(
-    old: tuple[Keys, Values], k: Float[Array, "W c K T"], v: Float[Array, "W c T K"], start: Int32[Array, "W"]
+    old: tuple[Keys, Values],
+    k: Float[Array, "W c K T"],
+    v: Float[Array, "W c T K"],
+    starts: Int32[Array, "W"],
+    plan: Any = None,
 ) -> tuple[Keys, Values]:
     """A layer's cache with new keys and values in it, from a column of each row's own."""
-
-    def one(old, new, axis):
-        row = lambda old, new, start: jax.lax.dynamic_update_slice_in_dim(old, new, start, axis=axis - 1)
-        return jax.vmap(row)(old, new.astype(old.dtype), start)
-
+    one = lambda old, new, axis: write_columns(old, new, starts, axis=axis, plan=plan)
     new = stored(k, v, "int8" if isinstance(old[0], Rounded) else None)
     return jax.tree.map(one, old, new, column_axes(*old))
 

@@ -143,6 +143,18 @@ class Plan:
         taken = self.axes("vocab")
         return self._with(batch=_without(self.axes("batch"), taken), columns=_without(self.axes("columns"), taken))
 
+    def for_draws(self, shape: tuple[int, int], *, block: int = 128) -> "Plan":
+        """The plan of logits [rows, vocabulary] that tokens are drawn from, of a plan `for_logits`.
+
+        Draws read blocks of the vocabulary. Where the devices' parts are no whole blocks, rows take its axes: each number
+        moves once, where XLA would gather the logits on several devices.
+        """
+        (rows, size), axes = shape, (*self.axes("batch"), *self.axes("vocab"))
+        part = size // self.ways("vocab")
+        if part % block == 0 or part < block or rows % math.prod(self.mesh.shape[name] for name in axes):
+            return self
+        return self._with(batch=axes, vocab=None)
+
     def for_lookup(self) -> tuple["Plan", ...]:
         """The plans that a look-up in the table goes through: mesh axes that the table shares with rows and columns lie on
         its width first, then rows take theirs back, then columns. So neither the table nor its rows stand whole anywhere.

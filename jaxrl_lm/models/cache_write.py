@@ -1,0 +1,115 @@
+"""One new column a row into a cache, in place: on TPUs by a Pallas kernel, elsewhere by XLA.
+
+XLA for TPUs turns a write at a place of each row's own into a loop over the rows, one small copy after another, a layer. The
+kernel reads the tile of a row that the column lies in, replaces the column and writes it back, the rows in a pipeline.
+Read and written by `decode.extend`.
+"""
+
+import functools
+import math
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from jax.experimental import pallas as pl
+from jax.experimental.pallas import tpu as pltpu
+from jaxtyping import Array, Int32, Shaped
+
+LANES, SUBLANES = 128, 32  # columns of a tile where they come last, and where they do not (of any dtype)
+
+
+def platform_of(plan: Any) -> str:
+    """The platform that a step with this plan is compiled for; of a mesh without devices, empty."""
+    if plan is None:
+        return jax.default_backend()
+    devices = getattr(plan.mesh, "devices", None) if hasattr(plan.mesh, "device_ids") else None
+    return "" if devices is None else devices.flat[0].platform
+
+
+def write_columns(
+    cache: Shaped[Array, "W c a b"],
+    new: Shaped[Array, "W c d e"],
+    starts: Int32[Array, "W"],
+    *,
+    axis: int,
+    plan: Any = None,
+) -> Shaped[Array, "W c a b"]:
+    """The cache with `new` at the columns from each row's start up; columns lie along this axis, 2 or 3."""
+    new = new.astype(cache.dtype)
+    if new.shape[axis] == 1 and platform_of(plan) == "tpu":
+        return _on_mesh(cache, new, starts, axis, plan)
+    one = lambda old, new, start: jax.lax.dynamic_update_slice_in_dim(old, new, start, axis=axis - 1)
+    return jax.vmap(one)(cache, new, starts)
+
+
+def narrow(cache: Any, plan: Any) -> Any:
+    """Of each array of a cache, whether XLA lays it with its columns last though its last axis is another.
+
+    It does so on TPUs where that axis has fewer than 128 numbers: they would be filled up to 128 in memory.
+    """
+    on_tpu = platform_of(plan) == "tpu"
+    return jax.tree.map(lambda x: on_tpu and x.ndim == 4 and x.shape[3] < min(LANES, x.shape[2]), cache)
+
+
+def turned(cache: Any, which: Any) -> Any:
+    """The cache with the last two axes of these arrays exchanged, as it lies in memory: a loop over it so copies nothing."""
+    return jax.tree.map(lambda x, turn: x.swapaxes(2, 3) if turn else x, cache, which)
+
+
+def _on_mesh(cache, new, starts, axis: int, plan: Any):
+    """The kernel, on each device for its own rows and heads."""
+    if axis == 2 and narrow(cache, plan):
+        return _on_mesh(cache.swapaxes(2, 3), new.swapaxes(2, 3), starts, 3, plan).swapaxes(2, 3)
+    write = functools.partial(write_one_column, axis=axis)
+    if plan is None:
+        return write(cache, new, starts)
+    spec = lambda x, axes: plan.sharding(axes, x.shape, "a cache").spec
+    four = ("batch", "kv_heads", None, None)
+    specs = (spec(cache, four), spec(new, four), spec(starts, ("batch",)))
+    return jax.shard_map(write, mesh=plan.mesh, in_specs=specs, out_specs=specs[0], check_vma=False)(cache, new, starts)
+
+
+def write_one_column(
+    cache: Shaped[Array, "W c a b"],
+    new: Shaped[Array, "W c d e"],
+    starts: Int32[Array, "W"],
+    *,
+    axis: int,
+    interpret: bool = False,
+) -> Shaped[Array, "W c a b"]:
+    """The kernel. A start outside of the cache is the nearest inside, as in `dynamic_update_slice`."""
+    rows, heads, *rest = cache.shape
+    room = cache.shape[axis]
+    size = min({2: SUBLANES, 3: LANES}[axis], room)
+    if room % size:
+        size = room
+    tile = (1, heads, *(size if place == axis else extent for place, extent in enumerate(rest, 2)))
+    starts = jnp.clip(starts, 0, room - 1)
+
+    def kernel(starts, old, new, out):
+        column = starts[pl.program_id(0)] % size
+        here = jax.lax.broadcasted_iota(jnp.int32, tile, axis) == column
+        out[...] = jnp.where(here, jnp.broadcast_to(new[...], tile), old[...])
+
+    def place(row, starts):
+        found = starts[row] // size
+        return (row, 0, found, 0) if axis == 2 else (row, 0, 0, found)
+
+    # In main memory before and after: XLA would bring a cache that fits into the chip's memory there and back for it.
+    row = pl.BlockSpec((1, heads, *new.shape[2:]), lambda row, _: (row, 0, 0, 0))
+    return pl.pallas_call(
+        kernel,
+        grid_spec=pltpu.PrefetchScalarGridSpec(
+            num_scalar_prefetch=1,
+            grid=(rows,),
+            in_specs=[pl.BlockSpec(tile, place), row],
+            out_specs=pl.BlockSpec(tile, place),
+        ),
+        out_shape=pltpu.HBM(cache.shape, cache.dtype),
+        input_output_aliases={1: 0},
+        cost_estimate=pl.CostEstimate(
+            flops=0, transcendentals=0, bytes_accessed=2 * rows * math.prod(tile) * cache.dtype.itemsize
+        ),
+        name="write_one_column",
+        interpret=interpret,
+    )(starts, cache if interpret else pltpu.with_memory_space_constraint(cache, pltpu.HBM), new)
