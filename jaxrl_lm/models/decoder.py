@@ -88,10 +88,19 @@ def visible(
     k_positions: Int[Array, "N S"],
     k_segments: Int[Array, "N S"],
     window: int | None,
+    k_until: Int[Array, "N S"] | None = None,
 ) -> Bool[Array, "N T S"]:
-    """Which columns a token attends to: those of its segment, up to itself, within the window."""
+    """Which columns a token attends to: those of its segment, up to itself, within the window.
+
+    With `k_until` a column is seen by the segments from its own to that one, which continue it: a tree whose segments are
+    numbered in depth-first order, such as a prompt and its completions. Positions go on from the segment that is continued.
+    """
     gap = q_positions[:, :, None] - k_positions[:, None, :]
-    same = (q_segments[:, :, None] == k_segments[:, None, :]) & (q_segments[:, :, None] > 0)
+    if k_until is None:
+        same = (q_segments[:, :, None] == k_segments[:, None, :]) & (q_segments[:, :, None] > 0)
+    else:
+        continues = q_segments[:, :, None] <= k_until[:, None, :]
+        same = (k_segments[:, None, :] > 0) & (k_segments[:, None, :] <= q_segments[:, :, None]) & continues
     seen = same & (gap >= 0)
     return seen & (gap < window) if window is not None else seen
 
@@ -167,8 +176,10 @@ class Model:
         tokens: Int[Array, "N T"],
         positions: Int[Array, "N T"],
         segment_ids: Int[Array, "N T"],
+        until: Int[Array, "N T"] | None = None,
     ) -> Float[Array, "N T D"]:
-        """Hidden states after the last norm. A token sees those of its segment, up to itself.
+        """Hidden states after the last norm. A token sees those of its segment, up to itself; with `until` also those of
+        the segments that it continues, see `visible`.
 
         Params and activations are cast to the config's dtype. Where the plan splits columns, each device has its own and
         gathers the keys and values of all.
@@ -178,6 +189,7 @@ class Model:
         parts = -(-columns * columns // (PAIRS * ways))
         room = ((0, 0), (0, -columns % (parts * ways)))
         tokens, positions, segment_ids = (jnp.pad(x, room) for x in (tokens, positions, segment_ids))
+        until = None if until is None else jnp.pad(until, room)
         dtype = jnp.dtype(self.config.dtype)
         cast = lambda tree: jax.tree.map(lambda leaf: leaf.astype(dtype), tree)
         ends = _merge(self.config, Ends, cast({name: leaf for name, leaf in params.items() if name != "layers"}))
@@ -185,7 +197,7 @@ class Model:
         k_positions, k_segments = positions, segment_ids
         positions, segment_ids = self.constrain(positions), self.constrain(segment_ids)
         angles = positions[:, :, None].astype(jnp.float32) * rope_frequencies(self.config).astype("float32")[None, None]
-        sees = lambda *queries: visible(*queries, k_positions, k_segments, self.config.sliding_window)
+        sees = lambda *queries: visible(*queries, k_positions, k_segments, self.config.sliding_window, until)
         queries = (positions, segment_ids)
         if parts == 1:
             attention = functools.partial(attend, mask=sees(*queries))
