@@ -16,6 +16,8 @@ from jaxrl_lm.packing import best_fit
 from jaxrl_lm.sharding import Plan
 from jaxrl_lm.types import CriticBatch, ImplicitBatch, Layout, PolicyBatch
 
+BLOCK = 128  # columns of a block of attention
+
 
 class Cut(NamedTuple):
     """Rows that go through the model as one batch: `size` of them from `first` on, in `parts` microbatches."""
@@ -82,6 +84,7 @@ def pack_rows(
     ways: int = 1,
     group: int = 1,
     pack: bool = True,
+    block: int = BLOCK,
 ) -> list[Layout]:
     """A layout for each cut of the rows, all of one shape; its scored tokens are those of `action_mask` from `start` on.
 
@@ -89,25 +92,32 @@ def pack_rows(
     packed row of at least T columns; False: each has its own. Rows stay on their device (of `ways`, which N is split over
     in order) and in their microbatch: the part that `in_parts` and `cut` give them.
 
-    Widths and numbers of packed rows are rounded up to a quarter of an octave (4, 5, 6 or 7 times a power of 2), so that few
-    shapes compile. Raises ValueError for a cut that devices, microbatches and groups do not divide, for rows of a group that
-    differ in their prompt, and for a row of several segments.
+    Few shapes compile: without `pack` the number of packed rows is that of the units and widths are rounded up to a quarter
+    of an octave (`bucket`); with it the number of rows is, and widths, which it fills all the same, to a half. Attention is
+    computed in blocks of `block` columns where that leaves out a quarter of it or more.
+
+    Raises ValueError for a cut that devices, microbatches and groups do not divide, for rows of a group that differ in their
+    prompt, and for a row of several segments.
     """
     for cut in cuts:
         if cut.size % (ways * cut.parts * group):
             raise ValueError(
-                f"{cut.size} rows do not divide into {cut.parts} microbatches on {ways} devices with groups of {group} whole"
+                f"{cut.size} rows do not divide into {cut.parts} microbatches on {ways} devices with whole groups of "
+                f"{group}"
             )
     units = _units(tokens, segment_ids, start, group)
     longest, total = max((unit.length for unit in units), default=1), tokens.shape[1]
-    width = _bucket(longest, most=start + group * (total - start))
-    width = max(width, total) if pack else width
+    most = start + group * (total - start)  # columns of a unit
+    width = max(total, bucket(longest, steps=2, most=most)) if pack else bucket(longest, most=most)
     cells = [[_cell(units, cut, device, part, ways, group) for device, part in _order(ways, cut.parts)] for cut in cuts]
     filled = [[_rows(cell, width, pack) for cell in one] for one in cells]
-    most = max(len(cell) for one in cells for cell in one)
-    count = _bucket(max(len(rows) for one in filled for rows in one), most=most)
+    count = most = max(len(cell) for one in cells for cell in one)
+    if pack:
+        count = bucket(max(len(rows) for one in filled for rows in one), most=most)
+    size = _block_size(filled, width, group, block)
+    width = -(-width // block) * block if size else width
     return [
-        _layout(tokens, action_mask, start, cut, ways, group, width, count, rows)
+        _layout(tokens, action_mask, start, cut, ways, group, (count, width, size, block), rows)
         for cut, rows in zip(cuts, filled, strict=True)
     ]
 
@@ -132,8 +142,9 @@ def layout_metrics(layouts: Sequence[Layout]) -> dict[str, float]:
     }
 
 
-def _bucket(size: int, *, most: int) -> int:
-    step = 1 << max(0, size.bit_length() - 3)
+def bucket(size: int, *, most: int, steps: int = 4) -> int:
+    """The next size, of which there are `steps` (a power of 2) between 2^k and 2^(k+1); at least 1, at most `most`."""
+    step = max(1, (1 << size.bit_length() >> 1) // steps)
     return max(1, min(-(-size // step) * step, most))
 
 
@@ -182,15 +193,17 @@ def _rows(cell: list[Unit], width: int, pack: bool) -> list[list[tuple[int, Unit
     return [[real[index] for index in row] for row in best_fit([unit.length for _, unit in real], width)]
 
 
-def _layout(tokens, action_mask, start: int, cut: Cut, ways: int, group: int, width: int, count: int, rows) -> Layout:
+def _layout(tokens, action_mask, start: int, cut: Cut, ways: int, group: int, shape: tuple[int, ...], rows) -> Layout:
     """The arrays of a cut, from the units of each packed row of each of its cells: `count` rows of `width` columns a cell.
 
     Packed rows and cells are numbered so that `cut` of update.py and the devices take their own.
     """
+    count, width, most, block = shape
     size, parts = cut.size // (ways * cut.parts), cut.parts  # rows of a cell
     read = np.zeros((4, ways, count, parts, width), np.int32)  # tokens, segments, positions, until
     scored = np.zeros((3, ways, parts, size * (tokens.shape[1] - start)), np.int32)  # targets, before, rows
     scored[1] = -1
+    reads = np.full((ways, count, parts, width // block, most), -1, np.int32)
     places = np.full((ways, size, parts, tokens.shape[1]), -1, np.int32)
     for (device, part), cell in zip(_order(ways, parts), rows, strict=True):
         done = 0
@@ -205,9 +218,36 @@ def _layout(tokens, action_mask, start: int, cut: Cut, ways: int, group: int, wi
             scored[:, device, part, slots] = found[chosen], row * width + before[chosen], np.full(len(chosen), own)
             places[device, own, part, columns[chosen]] = slots
             done += len(chosen)
+        for row, units in enumerate(cell if most else ()):
+            for number, seen in enumerate(_seen_blocks(units, group, block)):
+                reads[device, row, part, number, : len(seen)] = seen
     ids, segments, positions, until = (x.reshape(-1, width) for x in read)
     targets, before, of = (x.reshape(ways * parts, -1) for x in scored)
-    return Layout(ids, segments, positions, until, targets, before, of, places.reshape(cut.size, -1))
+    places = places.reshape(cut.size, -1)
+    reads = reads.reshape(-1, width // block, most) if most else None
+    return Layout(ids, segments, positions, until if group > 1 else None, targets, before, of, places, reads)
+
+
+def _block_size(filled: list, width: int, group: int, block: int) -> int:
+    """Blocks of keys that a block of columns reads at most, as a `bucket`; 0 where that is hardly fewer than all."""
+    every = -(-width // block)
+    rows = (row for cells in filled for cell in cells for row in cell)
+    most = max((len(seen) for row in rows for seen in _seen_blocks(row, group, block)), default=1)
+    most = bucket(most, steps=2, most=every)
+    return most if 4 * most <= 3 * every else 0
+
+
+def _seen_blocks(units: list[tuple[int, Unit]], group: int, block: int) -> list[list[int]]:
+    """Of a packed row's blocks of columns, those that hold what the tokens of each see: of their own segments up to
+    themselves, and of the prompts that these go on from."""
+    length = sum(unit.length for _, unit in units)
+    found: list[set[int]] = [set() for _ in range(-(-length // block))]
+    for piece, _, at, _, tail, _ in _pieces([units], group):
+        stop, first = at + len(piece.columns), at // block
+        head = range((tail + 1 - piece.position) // block, tail // block + 1) if tail >= 0 else ()
+        for number in range(first, -(-stop // block)):
+            found[number].update(range(first, number + 1), head)
+    return [sorted(blocks) for blocks in found]
 
 
 def _pieces(cell: list[list[tuple[int, Unit]]], group: int) -> Iterator[tuple[Piece, int, int, int, int, int]]:

@@ -51,7 +51,7 @@ def states_before(
     [1, T).
     """
     if isinstance(tokens, Layout):
-        hidden = model.hidden(params, tokens.tokens, tokens.positions, tokens.segment_ids, tokens.until)
+        hidden = model.hidden(params, tokens.tokens, tokens.positions, tokens.segment_ids, tokens.until, tokens.reads)
         hidden = hidden.reshape(tokens.before.shape[0], -1, hidden.shape[-1])
         places = jnp.maximum(tokens.before, 0)[..., None]
         return jnp.take_along_axis(hidden, places, axis=1, mode="promise_in_bounds"), tokens.before >= 0

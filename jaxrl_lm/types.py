@@ -51,11 +51,16 @@ class Layout(NamedTuple):
     tokens: Int32[Array, "B W"]
     segment_ids: Int32[Array, "B W"]
     positions: Int32[Array, "B W"]
-    until: Int32[Array, "B W"]  # the last segment that sees the token; see models/decoder.py, `visible`
+    until: (
+        Int32[Array, "B W"] | None
+    )  # the last segment that sees the token (`visible` in models/decoder.py); None: its own
     targets: Int32[Array, "C K"]  # the tokens that are scored
     before: Int32[Array, "C K"]  # where in the cell's B / C · W columns the state before each stands; −1: no target
     rows: Int32[Array, "C K"]  # which of the cell's N / C rows each is of
     places: Int32[Array, "N T"]  # which of its cell's targets a token is; −1: none, and its score is 0
+    reads: (
+        Int32[Array, "B Q M"] | None
+    )  # blocks of columns that each of a row's Q blocks sees some of, −1: none; None: all
 
 
 class PolicyBatch(NamedTuple):

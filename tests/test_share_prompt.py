@@ -11,13 +11,12 @@ import tiny_run
 from test_sharding import assert_trees_close, host_params
 
 from jaxrl_lm.config import GRPOConfig
-from jaxrl_lm.layout import Cut, check_layout, layout_metrics, pack_rows, with_layout
-from jaxrl_lm.models import build
+from jaxrl_lm.layout import Cut, bucket, check_layout, layout_metrics, pack_rows, with_layout
+from jaxrl_lm.models import Model, build, layers
 from jaxrl_lm.models.decoder import visible
 from jaxrl_lm.rows import in_parts, out_of_parts, score_rows
-from jaxrl_lm.score import by_columns, score, score_with_values, values
+from jaxrl_lm.score import by_columns, score_with_values
 from jaxrl_lm.sharding import Plan, make_mesh
-from jaxrl_lm.types import Layout
 from jaxrl_lm.update import cut
 
 PROMPTS, GROUP, PROMPT, NEW = 8, 3, 6, 7
@@ -54,10 +53,9 @@ def only(layouts):
     return layout
 
 
-def layout_of(group=GROUP, *, pack, parts=1, ways=1, **given):
-    return only(
-        pack_rows(*rollout(group, **given), start=PROMPT, cuts=[Cut(0, ROWS, parts)], ways=ways, group=group, pack=pack)
-    )
+def layout_of(group=GROUP, *, parts=1, ways=1, seed=0, **given):
+    cuts = [Cut(0, ROWS, parts)]
+    return only(pack_rows(*rollout(group, seed), start=PROMPT, cuts=cuts, ways=ways, group=group, **given))
 
 
 # --- what the host makes ------------------------------------------------------------------------------------------------
@@ -69,7 +67,8 @@ LAYOUTS = [
     {"group": 1, "pack": False},
     {"group": 1, "pack": True, "parts": 3, "ways": 4},
     {"group": GROUP, "pack": True, "parts": 2, "ways": 2},
-    {"group": GROUP, "pack": False, "parts": 4, "ways": 2},
+    {"group": GROUP, "pack": False, "parts": 4, "ways": 2, "block": 2},
+    {"group": GROUP, "pack": True, "block": 2},
 ]
 
 
@@ -83,7 +82,8 @@ def test_the_state_before_each_action_has_read_its_row_and_nothing_else(given):
     for part in range(parts):  # as `cut` and the devices take them
         one, rows = cut(layout, parts), cut(order, parts)[part]
         one = jax.tree.map(lambda x, part=part: x[part], one)
-        sees = visible(*map(jnp.asarray, (one.positions, one.segment_ids) * 2), None, jnp.asarray(one.until))
+        until = None if one.until is None else jnp.asarray(one.until)
+        sees = visible(*map(jnp.asarray, (one.positions, one.segment_ids) * 2), None, until)
         sees, width = np.asarray(sees), one.tokens.shape[1]
         height = len(one.tokens) // ways  # packed rows of a cell
         for place, row in enumerate(rows):
@@ -95,6 +95,9 @@ def test_the_state_before_each_action_has_read_its_row_and_nothing_else(given):
                 at, state = divmod(int(one.before[cell, target]), width)
                 seen = np.flatnonzero(sees[cell * height + at, state])
                 seen = seen[np.argsort(one.positions[cell * height + at, seen], kind="stable")]
+                if one.reads is not None:
+                    block = width // one.reads.shape[1]
+                    assert set(seen // block) <= set(one.reads[cell * height + at, state // block])
                 expected = tokens[row, :column][segments[row, :column] > 0]
                 np.testing.assert_array_equal(one.tokens[cell * height + at, seen], expected)
                 np.testing.assert_array_equal(one.positions[cell * height + at, seen], np.arange(len(expected)))
@@ -122,10 +125,11 @@ def test_a_prompt_is_computed_once_for_its_group():
 def test_rows_and_widths_come_in_few_sizes():
     """Of 40 rollouts, and every minibatch of one has the shape of the others."""
     shapes = {layout_of(pack=True, seed=seed).tokens.shape for seed in range(40)}
-    assert len(shapes) <= 4
+    assert {width for _, width in shapes} <= {16, 24, 27}  # 27: three completions of 7 after 6
+    assert {rows for rows, _ in shapes} <= {3, 4, 5, 6, 7}
     alone = {layout_of(pack=False, seed=seed).tokens.shape for seed in range(40)}
-    assert len(alone) <= 4
-    assert all(rows <= PROMPTS for rows, _ in alone)
+    assert {rows for rows, _ in alone} == {PROMPTS}
+    assert {width for _, width in alone} <= {16, 20, 24, 27}
     cuts = [Cut(0, 6, 1), Cut(6, 18, 3), Cut(0, ROWS, 4)]
     several = pack_rows(*rollout(), start=PROMPT, cuts=cuts, group=GROUP, pack=True)
     assert [one.tokens.shape[0] // cut.parts for one, cut in zip(several, cuts, strict=True)] == [2, 2, 2]
@@ -139,10 +143,10 @@ def test_what_cannot_be_laid_out_is_refused():
     with pytest.raises(ValueError, match="share_prompt: rows 3 and 4 are of one group and have different prompts"):
         pack_rows(other, segments, actions, group=GROUP, **given)
     two = segments + (np.arange(COLUMNS) > PROMPT) * (segments > 0)
-    with pytest.raises(ValueError, match="row 0 is packed already"):
+    with pytest.raises(ValueError, match="row 1 is packed already: it has several segments"):
         pack_rows(tokens, two.astype(np.int32), actions, **given)
     with pytest.raises(
-        ValueError, match="24 rows do not divide into 5 microbatches on 1 devices with groups of 3 whole"
+        ValueError, match="24 rows do not divide into 5 microbatches on 1 devices with whole groups of 3"
     ):
         pack_rows(tokens, segments, actions, start=PROMPT, cuts=[Cut(0, ROWS, 5)], group=GROUP)
     with pytest.raises(TypeError, match="tuple has no rows that are packed"):
@@ -166,6 +170,17 @@ def test_what_packed_rows_do_not_go_with_is_named(changes, message):
     check_layout(dataclasses.replace(config, share_prompt=False, pack_completions=False), plan)
 
 
+@pytest.mark.parametrize("steps", [2, 4])
+def test_a_bucket_is_at_most_so_much_too_large(steps):
+    sizes = np.arange(1, 5000)
+    found = np.array([bucket(int(size), most=4500, steps=steps) for size in sizes])
+    capped = np.minimum(sizes, 4500)
+    assert (found >= capped).all()
+    assert (found <= capped * (1 + 1 / steps)).all()
+    assert len(set(found[512:1023])) == steps
+    assert bucket(0, most=7) == 1
+
+
 @pytest.mark.parametrize(("parts", "together"), [(1, 3), (4, 1), (4, 3), (2, 6)])
 def test_groups_are_whole_in_their_microbatch_and_come_back_in_order(parts, together):
     rows = np.arange(ROWS)
@@ -184,52 +199,162 @@ def config(tiny_config):
     return dataclasses.replace(tiny_config, num_layers=2)
 
 
-def facts(config, tokens, segments, temperature, plan=None, chunk=16):
-    """Scores and values, and the gradients of their weighted sum."""
-    model = build(config, plan=plan)
-    params = host_params(model)
-    pulls, actions = PULL, rollout()[2]
-    given = jax.tree.map(jnp.asarray, (tokens, segments, temperature))
-    if plan is not None:
-        params, given = jax.device_put(params, plan.tree(model.specs)), jax.device_put(given, plan.rows)
+@pytest.fixture(scope="module")
+def facts(config):
+    """(rows, window, pulls) -> scores and values of the actions, and the gradients of their sum weighted by the pulls."""
 
-    def loss(trees, tokens, segments, temperature):
-        params, head = trees
-        options = {"model": model, "temperature": temperature, "chunk": chunk, "start": PROMPT}
-        scores, found = score_with_values(params, head, tokens, segments, **options)
-        every = (*scores, found)
-        every = tuple(jnp.where(actions, x, 0.0) for x in every)
+    def loss(trees, tokens, segments, pulls, actions, model):
+        options = {"model": model, "temperature": jnp.asarray(TEMPERATURE), "chunk": 16, "start": PROMPT}
+        scores, found = score_with_values(*trees, tokens, segments, **options)
+        every = tuple(jnp.where(actions, x, 0.0) for x in (*scores, found))
         return sum(jnp.sum(pull * x) for pull, x in zip(pulls, every, strict=True)), every
 
-    gradient, every = jax.jit(jax.grad(loss, has_aux=True))((params, HEAD), *given)
-    return jax.device_get((every, gradient))
+    run = jax.jit(jax.grad(loss, has_aux=True), static_argnums=5)
+
+    def call(rows, window, pulls=PULL):
+        model = build(dataclasses.replace(config, sliding_window=window))
+        gradient, every = run((host_params(model), HEAD), *rows, pulls, rollout()[2], model)
+        return jax.device_get((every, gradient))
+
+    return call
 
 
-def assert_same(found, expected):
+@pytest.fixture(scope="module")
+def padded(facts):
+    return functools.cache(lambda window: facts(rollout()[:2], window))
+
+
+@pytest.mark.parametrize(
+    ("given", "window"),
+    [
+        ({"group": GROUP, "pack": False, "block": 2}, 4),
+        ({"group": GROUP, "pack": True}, None),
+        ({"group": 1, "pack": True}, None),
+    ],
+    ids=str,
+)
+def test_scores_values_and_gradients_are_those_of_padded_rows(facts, padded, given, window):
+    """The rows of a group know nothing of each other where it is laid out as groups of 1."""
+    layout = only(pack_rows(*rollout(), start=PROMPT, cuts=[Cut(0, ROWS, 1)], **given))
+    assert (layout.reads is not None) == ("block" in given)
+    found, expected = facts((layout, None), window), padded(window)
     for ours, theirs in zip(found[0], expected[0], strict=True):
         np.testing.assert_allclose(ours, theirs, atol=1e-5, rtol=1e-5)
         assert np.count_nonzero(theirs) == rollout()[2].sum()
     assert_trees_close(found[1], expected[1], 1e-5)
 
 
+def test_microbatches_on_a_mesh_give_the_scores_and_gradients_of_one_device(config, facts):
+    """Groups stay on their device and in their microbatch; temperatures and results go with them."""
+    plan = Plan(make_mesh({"data": 2, "fsdp": 2, "tensor": 2}))
+    model = build(config, plan=plan)
+    layout = layout_of(pack=True, parts=2, ways=4)
+    params = jax.device_put(host_params(model), plan.tree(model.specs))
+
+    def loss(params, *given):
+        options = {"model": model, "lora": None, "chunk": 16, "size": ROWS // 2, "together": GROUP}
+        scores = score_rows(params, None, *given, PROMPT, **options)
+        return sum(jnp.sum(pull * x) for pull, x in zip(PULL, scores, strict=False)), scores
+
+    given = jax.device_put((layout, None, TEMPERATURE), plan.rows)
+    gradient, scores = jax.device_get(jax.jit(jax.grad(loss, has_aux=True))(params, *given))
+    expected = facts(rollout()[:2], None, PULL * np.array([1, 1, 0], np.float32)[:, None, None])
+    for ours, theirs in zip(scores, expected[0], strict=False):
+        np.testing.assert_allclose(ours, theirs, atol=1e-5, rtol=1e-5)
+    assert_trees_close(gradient, expected[1][0], 1e-5)
+
+
+@pytest.mark.parametrize("pairs", [1 << 22, 1, 60])  # all blocks at once, each alone, two
+def test_attention_by_blocks_is_attention(monkeypatch, pairs):
+    monkeypatch.setattr(layers, "PAIRS", pairs)
+    layout = layout_of(pack=True, block=2)
+    rows, columns = layout.tokens.shape
+    rng = np.random.default_rng(1)
+    q = rng.normal(size=(rows, columns, 4, 8)).astype(np.float32)
+    k, v = rng.normal(size=(2, rows, 2, columns, 8)).astype(np.float32)
+    facts = tuple(map(jnp.asarray, (layout.positions, layout.segment_ids)))
+    until, reads = jnp.asarray(layout.until), jnp.asarray(layout.reads)
+    real = layout.segment_ids[..., None] > 0
+
+    def blocks(*qkv):
+        sees = lambda *given: visible(*given[:4], 5, given[4])
+        return jnp.where(real, layers.block_attention(sees, facts, (*facts, until), reads)(*qkv), 0.0)
+
+    whole = lambda *qkv: jnp.where(real, layers.attend(*qkv, visible(*facts, *facts, 5, until)), 0.0)
+    of = lambda attention: jax.value_and_grad(lambda *qkv: jnp.sum(jnp.sin(attention(*qkv))), argnums=(0, 1, 2))
+    ours, theirs = (jax.jit(of(one))(*map(jnp.asarray, (q, k, v))) for one in (blocks, whole))
+    assert_trees_close(ours, theirs, 1e-5)
+
+
+class HeadOnly(Model):
+    """The model without its layers: what packing adds to it compiles fast."""
+
+    def hidden(self, params, tokens, positions, segment_ids, until=None, reads=None):
+        return params["embed"]["table"][tokens]
+
+
+def test_scoring_compiles_once_a_shape(config):
+    """Nothing but the shape is static; and so many tokens to score make no other program."""
+    model = HeadOnly(dataclasses.replace(config, tie_embeddings=True))
+    params = {"embed": {"table": jnp.asarray(RNG.normal(size=(48, 32)), jnp.float32)}}
+    run = jax.jit(lambda *given: score_rows(params, None, *given, PROMPT, model=model, lora=None, chunk=16, size=ROWS))
+    layouts = [layout_of(pack=False, seed=seed) for seed in range(20)]
+    counts = {(layout.before >= 0).sum() for layout in layouts}
+    for layout in layouts:
+        run(jax.tree.map(jnp.asarray, layout), None, jnp.asarray(TEMPERATURE))
+    assert run._cache_size() == len({layout.tokens.shape for layout in layouts}) <= 3 < len(counts)
+
+
+def test_long_groups_attend_to_a_part_of_their_row():
+    """A prompt of 500 tokens is 4 blocks of 128, and where two completions of 200 meet both have 3 at most."""
+    segments = np.zeros((16, 712), np.int32)
+    segments[:, 12:] = 1
+    tokens, actions = np.ones_like(segments), np.broadcast_to(np.arange(712) >= 512, segments.shape)
+    (layout,) = pack_rows(tokens, segments, actions, start=512, cuts=[Cut(0, 16, 1)], group=16, pack=False)
+    assert layout.tokens.shape == (1, 29 * 128)
+    assert layout.reads.shape == (1, 29, 8)
+
+
+def test_chunks_without_a_token_are_not_computed_and_give_zeros():
+    real = np.zeros((2, 10), bool)
+    real[1, 2] = real[0, 7] = True
+    x = np.where(real, 3.0, np.nan).astype(np.float32)
+    run = jax.jit(lambda x, real: by_columns(lambda x: 2 * x, x, chunk=4, real=real))
+    out = np.asarray(run(x, real))
+    np.testing.assert_array_equal(out[real], 6.0)
+    assert np.isnan(out[:, [3, 6]]).all()  # beside a token in its chunk: computed
+    assert (out[:, [0, 1, 4, 5, 8, 9]] == 0).all()
+
+
+# --- whole runs ---------------------------------------------------------------------------------------------------------
+
+MESH = {"mesh": {"data": 8}, "prompts_per_step": 16, "num_generations": 2, "minibatch_completions": 32}
+SHORT = {"max_steps": 2, "eval_steps": 0, "probe_prompts": 0, "save_steps": 0, "completions_steps": 0}
+
+
 @pytest.fixture(scope="module")
-def padded(config):
-    return functools.cache(
-        lambda window: facts(dataclasses.replace(config, sliding_window=window), *rollout()[:2], TEMPERATURE)
-    )
+def run(tmp_path_factory, cached):
+    """(what differs) -> metrics of a run's steps: two updates a step from scored rows, a KL to a reference."""
+    directory = tmp_path_factory.mktemp("runs")
+    model, data = tiny_run.save_model(directory / "model"), tiny_run.write_data(directory)
+
+    @functools.cache
+    def make(*changes):
+        options = tiny_run.options(model, data, directory / str(changes), **MESH, **SHORT, eval_dataset={}) | dict(
+            changes
+        )
+        return tiny_run.run(options)[0].metrics
+
+    return make
 
 
-@pytest.mark.parametrize(
-    ("given", "window"),
-    [
-        ({"group": GROUP, "pack": False}, None),
-        ({"group": GROUP, "pack": True}, 4),
-        ({"group": 1, "pack": True}, None),
-    ],
-    ids=str,
-)
-def test_scores_values_and_gradients_are_those_of_padded_rows(config, padded, given, window):
-    """In the test's rollout a group of 1 is one of 3 whose rows were not told of each other."""
-    layout = only(pack_rows(*rollout(), start=PROMPT, cuts=[Cut(0, ROWS, 1)], **given))
-    config = dataclasses.replace(config, sliding_window=window)
-    assert_same(facts(config, layout, None, TEMPERATURE), padded(window))
+@pytest.mark.parametrize("changes", [(("share_prompt", True), ("pack_completions", True))], ids=str)
+def test_a_run_with_packed_rows_has_the_metrics_of_one_without(run, changes):
+    packed, plain = run(*changes), run()
+    assert len(packed) == len(plain) == 2
+    for ours, theirs in zip(packed, plain, strict=True):
+        names = [name for name in theirs if not name.startswith(("time/", "tokens_per_second/", "step_time"))]
+        for name in names:
+            assert ours[name] == pytest.approx(theirs[name], rel=1e-4, abs=1e-5, nan_ok=True), name
+        assert ours["packing/columns"] < ours["packing/padded_columns"]
+        assert ours["loss"] != 0

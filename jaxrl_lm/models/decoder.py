@@ -24,6 +24,7 @@ from jaxrl_lm.models.layers import (
     ParamSpec,
     attend,
     attend_in_parts,
+    block_attention,
     rope_frequencies,
 )
 from jaxrl_lm.sharding import Plan
@@ -177,16 +178,18 @@ class Model:
         positions: Int[Array, "N T"],
         segment_ids: Int[Array, "N T"],
         until: Int[Array, "N T"] | None = None,
+        reads: Int[Array, "N Q M"] | None = None,
     ) -> Float[Array, "N T D"]:
         """Hidden states after the last norm. A token sees those of its segment, up to itself; with `until` also those of
-        the segments that it continues, see `visible`.
+        the segments that it continues, see `visible`. `reads` names for each of Q blocks of columns the M blocks that hold
+        all that its tokens see, so that attention computes no others.
 
         Params and activations are cast to the config's dtype. Where the plan splits columns, each device has its own and
         gathers the keys and values of all.
         """
         columns = tokens.shape[1]
         ways = 1 if self.plan is None else self.plan.ways("columns")
-        parts = -(-columns * columns // (PAIRS * ways))
+        parts = -(-columns * columns // (PAIRS * ways)) if reads is None else 1
         room = ((0, 0), (0, -columns % (parts * ways)))
         tokens, positions, segment_ids = (jnp.pad(x, room) for x in (tokens, positions, segment_ids))
         until = None if until is None else jnp.pad(until, room)
@@ -199,7 +202,11 @@ class Model:
         angles = positions[:, :, None].astype(jnp.float32) * rope_frequencies(self.config).astype("float32")[None, None]
         sees = lambda *queries: visible(*queries, k_positions, k_segments, self.config.sliding_window, until)
         queries = (positions, segment_ids)
-        if parts == 1:
+        if reads is not None:
+            keys = (k_positions, k_segments) if until is None else (k_positions, k_segments, until)
+            sees = lambda *given: visible(*given[:4], self.config.sliding_window, *given[4:])
+            attention = block_attention(sees, queries, keys, reads)
+        elif parts == 1:
             attention = functools.partial(attend, mask=sees(*queries))
         else:
             attention = functools.partial(attend_in_parts, sees=sees, queries=queries, parts=parts)
