@@ -92,7 +92,7 @@ def pack_rows(
     packed row of at least T columns; False: each has its own. Rows stay on their device (of `ways`, which N is split over
     in order) and in their microbatch: the part that `in_parts` and `cut` give them.
 
-    Few shapes compile: without `pack` the number of packed rows is that of the units and widths are rounded up to a quarter
+    Few shapes compile: without `pack` the number of packed rows is that of the units and widths are rounded up to an eighth
     of an octave (`bucket`); with it the number of rows is, and widths, which it fills all the same, to a half. Attention is
     computed in blocks of `block` columns where that leaves out a quarter of it or more.
 
@@ -142,7 +142,7 @@ def layout_metrics(layouts: Sequence[Layout]) -> dict[str, float]:
     }
 
 
-def bucket(size: int, *, most: int, steps: int = 4) -> int:
+def bucket(size: int, *, most: int, steps: int = 8) -> int:
     """The next size, of which there are `steps` (a power of 2) between 2^k and 2^(k+1); at least 1, at most `most`."""
     step = max(1, (1 << size.bit_length() >> 1) // steps)
     return max(1, min(-(-size // step) * step, most))

@@ -11,12 +11,14 @@ import tiny_run
 from test_sharding import assert_trees_close, host_params
 
 from jaxrl_lm.config import GRPOConfig
+from jaxrl_lm.distill import token_divergence
 from jaxrl_lm.layout import Cut, bucket, check_layout, layout_metrics, pack_rows, with_layout
 from jaxrl_lm.models import Model, build, layers
 from jaxrl_lm.models.decoder import visible
-from jaxrl_lm.rows import in_parts, out_of_parts, score_rows
+from jaxrl_lm.rows import implicit_rows, in_parts, out_of_parts, score_rows, value_rows
 from jaxrl_lm.score import by_columns, score_with_values
 from jaxrl_lm.sharding import Plan, make_mesh
+from jaxrl_lm.types import Rollout
 from jaxrl_lm.update import cut
 
 PROMPTS, GROUP, PROMPT, NEW = 8, 3, 6, 7
@@ -129,7 +131,7 @@ def test_rows_and_widths_come_in_few_sizes():
     assert {rows for rows, _ in shapes} <= {3, 4, 5, 6, 7}
     alone = {layout_of(pack=False, seed=seed).tokens.shape for seed in range(40)}
     assert {rows for rows, _ in alone} == {PROMPTS}
-    assert {width for _, width in alone} <= {16, 20, 24, 27}
+    assert {width for _, width in alone} <= {14, 15, 16, 18, 20, 22, 24, 26, 27}
     cuts = [Cut(0, 6, 1), Cut(6, 18, 3), Cut(0, ROWS, 4)]
     several = pack_rows(*rollout(), start=PROMPT, cuts=cuts, group=GROUP, pack=True)
     assert [one.tokens.shape[0] // cut.parts for one, cut in zip(several, cuts, strict=True)] == [2, 2, 2]
@@ -170,7 +172,7 @@ def test_what_packed_rows_do_not_go_with_is_named(changes, message):
     check_layout(dataclasses.replace(config, share_prompt=False, pack_completions=False), plan)
 
 
-@pytest.mark.parametrize("steps", [2, 4])
+@pytest.mark.parametrize("steps", [2, 8])
 def test_a_bucket_is_at_most_so_much_too_large(steps):
     sizes = np.arange(1, 5000)
     found = np.array([bucket(int(size), most=4500, steps=steps) for size in sizes])
@@ -296,13 +298,46 @@ class HeadOnly(Model):
 def test_scoring_compiles_once_a_shape(config):
     """Nothing but the shape is static; and so many tokens to score make no other program."""
     model = HeadOnly(dataclasses.replace(config, tie_embeddings=True))
-    params = {"embed": {"table": jnp.asarray(RNG.normal(size=(48, 32)), jnp.float32)}}
+    params = jax.tree.map(jnp.asarray, host_params(model))
     run = jax.jit(lambda *given: score_rows(params, None, *given, PROMPT, model=model, lora=None, chunk=16, size=ROWS))
     layouts = [layout_of(pack=False, seed=seed) for seed in range(20)]
     counts = {(layout.before >= 0).sum() for layout in layouts}
     for layout in layouts:
         run(jax.tree.map(jnp.asarray, layout), None, jnp.asarray(TEMPERATURE))
-    assert run._cache_size() == len({layout.tokens.shape for layout in layouts}) <= 3 < len(counts)
+    assert run._cache_size() == len({layout.tokens.shape for layout in layouts}) < len(counts)
+
+
+def test_critics_process_models_and_teachers_read_packed_rows_too(config):
+    """Values, an implicit process reward model's rewards, a distance from a teacher: of what the rows are, as padded."""
+    model = HeadOnly(config)
+    params = jax.tree.map(jnp.asarray, host_params(model))
+    other = jax.tree.map(lambda x: x + 0.1, params)
+    tokens, segments, actions = map(jnp.asarray, rollout())
+    layout = jax.tree.map(jnp.asarray, layout_of(pack=True, parts=2))
+    how = {"model": model, "size": ROWS // 2, "together": GROUP}
+
+    @jax.jit
+    def everything(tokens, segments):
+        critic = {"critic": {"head": HEAD, "trunk": {name: x for name, x in params.items() if name != "lm_head"}}}
+        given = Rollout(tokens, segments, actions, *[None] * 5)
+        return (
+            value_rows(critic, None, tokens, segments, PROMPT, lora=None, shared=False, **how),
+            value_rows({"policy": params, **critic}, None, tokens, segments, PROMPT, lora=None, shared=True, **how),
+            *implicit_rows(params, other, given, PROMPT, beta=0.1, chunk=16, **how),
+        )
+
+    apart = jax.jit(
+        lambda *rows: token_divergence(params, other, *rows, model=model, teacher_model=model, chunk=16, start=PROMPT)
+    )
+    whole = jax.tree.map(jnp.asarray, layout_of(pack=True))
+    pairs = [
+        (everything(layout, None), everything(tokens, segments)),
+        ((apart(whole, None),), (apart(tokens, segments),)),
+    ]
+    for ours, theirs in (pair for packed, padded in pairs for pair in zip(packed, padded, strict=True)):
+        expected = np.where(actions, theirs, 0.0)
+        np.testing.assert_allclose(np.where(actions, ours, 0.0), expected, atol=1e-5 * np.abs(expected).max())
+        assert np.count_nonzero(expected) == actions.sum()
 
 
 def test_long_groups_attend_to_a_part_of_their_row():
