@@ -55,6 +55,10 @@ def check_layout(config: GRPOConfig, plan: Plan) -> None:
     name = "share_prompt" if config.share_prompt else "pack_completions" if config.pack_completions else None
     if name is None:
         return
+    if config.share_prompt and config.num_generations == 1:
+        raise ValueError(
+            "share_prompt with num_generations=1: each row has its prompt for itself; leave it out, or use pack_completions"
+        )
     if plan.ways("columns") > 1:
         raise ValueError(
             f"{name} moves tokens between columns, which the mesh's axis sequence={plan.mesh.shape['sequence']} splits over "

@@ -159,6 +159,7 @@ def test_what_cannot_be_laid_out_is_refused():
     ("changes", "message"),
     [
         ({"share_prompt": True, "microbatch_completions": 6}, r"share_prompt keeps .* multiple of .* = 12"),
+        ({"share_prompt": True, "num_generations": 1}, "share_prompt with num_generations=1"),
         ({"pack_completions": True, "reference_placement": "rollout_mesh"}, "pack_completions lays rows out"),
         ({"share_prompt": True, "mesh": {"data": 4, "sequence": 2}}, "share_prompt moves tokens .* sequence=2"),
     ],
@@ -250,7 +251,8 @@ def test_microbatches_on_a_mesh_give_the_scores_and_gradients_of_one_device(conf
     """Groups stay on their device and in their microbatch; temperatures and results go with them."""
     plan = Plan(make_mesh({"data": 2, "fsdp": 2, "tensor": 2}))
     model = build(config, plan=plan)
-    layout = layout_of(pack=True, parts=2, ways=4)
+    layout = layout_of(pack=True, parts=2, ways=4, block=2)
+    assert layout.reads is not None
     params = jax.device_put(host_params(model), plan.tree(model.specs))
 
     def loss(params, *given):
@@ -363,21 +365,22 @@ def test_chunks_without_a_token_are_not_computed_and_give_zeros():
 
 # --- whole runs ---------------------------------------------------------------------------------------------------------
 
-MESH = {"mesh": {"data": 8}, "prompts_per_step": 16, "num_generations": 2, "minibatch_completions": 32}
+MESH = {"mesh": {"data": 4, "tensor": 2}, "prompts_per_step": 16, "num_generations": 2}
+BATCH = {"minibatch_completions": 32, "microbatch_completions": 16}
 SHORT = {"max_steps": 2, "eval_steps": 0, "probe_prompts": 0, "save_steps": 0, "completions_steps": 0}
 
 
 @pytest.fixture(scope="module")
 def run(tmp_path_factory, cached):
-    """(what differs) -> metrics of a run's steps: two updates a step from scored rows, a KL to a reference."""
+    """(what differs) -> metrics of a run's steps: two updates a step from scored rows, in two microbatches, and a KL."""
     directory = tmp_path_factory.mktemp("runs")
     model, data = tiny_run.save_model(directory / "model"), tiny_run.write_data(directory)
 
     @functools.cache
     def make(*changes):
-        options = tiny_run.options(model, data, directory / str(changes), **MESH, **SHORT, eval_dataset={}) | dict(
-            changes
-        )
+        options = tiny_run.options(
+            model, data, directory / str(changes), **MESH, **BATCH, **SHORT, eval_dataset={}
+        ) | dict(changes)
         return tiny_run.run(options)[0].metrics
 
     return make
