@@ -321,6 +321,11 @@ class GRPOConfig(
     microbatch_completions: int | None = None
     """Completions of one forward and backward pass; never changes a result. None: the minibatch."""
 
+    share_prompt: bool = False
+    """Score and train a group's completions beside one copy of their prompt. See docs/scoring_and_update.md."""
+    pack_completions: bool = False
+    """Score and train several short rows, or groups, side by side in one."""
+
     # --- the run -------------------------------------------------------------------------------------------------
     max_steps: int | None = None
     """Steps of sampling; None: num_epochs decides, or 100."""

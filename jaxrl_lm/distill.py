@@ -15,7 +15,7 @@ from jaxtyping import Array, Float, Int32
 from jaxrl_lm.metrics import mean_of
 from jaxrl_lm.models import Model
 from jaxrl_lm.score import by_columns, place_columns, states_before
-from jaxrl_lm.types import Frozen, Params, PolicyBatch
+from jaxrl_lm.types import Frozen, Layout, Params, PolicyBatch
 from jaxrl_lm.update import Objective
 
 Direction = Literal["reverse", "forward", "jsd"]
@@ -76,8 +76,8 @@ def divergence(
 def token_divergence(
     params: Params,
     teacher_params: Params,
-    tokens: Int32[Array, "N T"],
-    segment_ids: Int32[Array, "N T"],
+    tokens: Int32[Array, "N T"] | Layout,
+    segment_ids: Int32[Array, "N T"] | None,
     *,
     model: Model,
     teacher_model: Model,
@@ -95,11 +95,13 @@ def token_divergence(
     before, real = states_before(params, tokens, segment_ids, model=model, start=start)
     teacher, _ = states_before(teacher_params, tokens, segment_ids, model=teacher_model, start=start)
 
-    def one(before: Float[Array, "N t D"], teacher: Float[Array, "N t E"]) -> Float[Array, "N t"]:
+    def one(before: Float[Array, "M t D"], teacher: Float[Array, "M t E"]) -> Float[Array, "M t"]:
         logits, target = model.unembed(params, before), teacher_model.unembed(teacher_params, teacher)
         return divergence(logits, target, direction=direction, temperature=temperature, beta=beta)
 
-    return place_columns(by_columns(one, before, teacher, chunk=chunk, plan=model.plan), real, start)
+    layout = tokens if isinstance(tokens, Layout) else None
+    skip = None if layout is None else real
+    return place_columns(by_columns(one, before, teacher, chunk=chunk, plan=model.plan, real=skip), real, start, layout)
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -125,8 +127,7 @@ class DistillObjective:
         apart = token_divergence(
             params["policy"],
             frozen.teacher,
-            batch.tokens,
-            batch.segment_ids,
+            *batch.packed_rows,
             model=model,
             teacher_model=self.teacher_model,
             direction=self.direction,

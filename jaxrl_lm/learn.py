@@ -20,10 +20,11 @@ from jaxrl_lm.credit import Credit, action_ids
 from jaxrl_lm.distributed import gather, one_at_a_time
 from jaxrl_lm.group_metrics import group_metrics
 from jaxrl_lm.host import Host
+from jaxrl_lm.layout import Cut, layout_metrics, pack_rows, share_of, with_layout
 from jaxrl_lm.mix import MixedBatch
 from jaxrl_lm.prepare import Setup
 from jaxrl_lm.runs import NonFiniteError, keep_batch
-from jaxrl_lm.types import Frozen, Scores, TrainState
+from jaxrl_lm.types import Frozen, Layout, Rollout, Scores, TrainState
 
 
 class Learned(NamedTuple):
@@ -38,6 +39,18 @@ class _Scored(NamedTuple):
     values: jax.Array | None
 
 
+class _Packed(NamedTuple):
+    """The rows as the model reads them, where they are packed."""
+
+    score: Layout | None
+    updates: dict[int, Layout]  # by the first row of each minibatch
+    metrics: dict[str, float]
+
+    def rows(self, rollout: Rollout) -> tuple[Layout | jax.Array, jax.Array | None]:
+        """What scoring takes for tokens and segment_ids."""
+        return (rollout.tokens, rollout.segment_ids) if self.score is None else (self.score, None)
+
+
 def learn(
     setup: Setup, host: Host, state: TrainState, frozen: Frozen, collected: Collected, *, step: int, clock: Clock
 ) -> Learned:
@@ -46,8 +59,9 @@ def learn(
     rows = config.prompts_per_step * config.num_generations
     in_reward = setup.algorithm.kl_in == "reward"
     with clock("score"):
-        scored = jax.block_until_ready(_score(setup, host, state, frozen, collected))
-        paid, implicit = _step_rewards(setup, state, frozen, collected)
+        packed = _packed(setup, sampled.rollout)
+        scored = jax.block_until_ready(_score(setup, host, state, frozen, collected, packed))
+        paid, implicit = _step_rewards(setup, state, frozen, collected, packed)
     if steps.placement.moves_state:
         with clock("move"):
             state = jax.block_until_ready(steps.on_devices(state))
@@ -75,11 +89,11 @@ def learn(
             implicit=implicit,
         )
         read = frozen if steps.placement.reference == "mesh" else frozen._replace(reference=None)
-        state, found = _updates(setup, host, state, read, rated, coefficients, step)
+        state, found = _updates(setup, host, state, read, rated, coefficients, step, packed)
     if steps.placement.moves_state:
         with clock("move"):
             state = jax.block_until_ready(steps.at_rest(state))
-    found |= _credit_metrics(setup, host, collected, credit, scored)
+    found |= _credit_metrics(setup, host, collected, credit, scored) | packed.metrics
     return Learned(state, found, credit)
 
 
@@ -87,12 +101,40 @@ def _uses_old(setup: Setup, host: Host) -> bool:
     return host.scored or old_logprobs_of(setup.config) == "recompute" or setup.batch_rule.needs_old
 
 
-def _score(setup: Setup, host: Host, state: TrainState, frozen: Frozen, collected: Collected) -> _Scored:
+def _packed(setup: Setup, rollout: Rollout) -> _Packed:
+    """The layouts of a step's rows: of all of them for scores, of each minibatch for its updates."""
+    config, steps = setup.config, setup.steps
+    if not (config.share_prompt or config.pack_completions):
+        return _Packed(None, {}, {})
+    tokens, segment_ids, mask = gather((rollout.tokens, rollout.segment_ids, rollout.action_mask))
+    rows, size = len(tokens), config.minibatch_completions or len(tokens)
+    microbatch = config.microbatch_completions or size
+    firsts = range(0, rows, size)
+    cuts = [Cut(first, size, size // microbatch) for first in firsts]
+    whole = [] if size == rows else [Cut(0, rows, rows // microbatch)]
+    found = pack_rows(
+        tokens,
+        segment_ids,
+        mask,
+        start=tokens.shape[1] - config.max_completion_length,
+        cuts=cuts + whole,
+        ways=steps.plan.batch_ways,
+        group=share_of(config),
+        pack=config.pack_completions,
+    )
+    layouts = steps.place(found)
+    return _Packed(layouts[-1], dict(zip(firsts, layouts, strict=False)), layout_metrics(found[: len(cuts)]))
+
+
+def _score(
+    setup: Setup, host: Host, state: TrainState, frozen: Frozen, collected: Collected, packed: _Packed
+) -> _Scored:
     """Scores of the policy where something reads them, of the reference where there is one, and values."""
     config, steps, rollout = setup.config, setup.steps, collected.judged.sampled.rollout
     start = rollout.tokens.shape[1] - config.max_completion_length
     temperature = collected.judged.sampled.temperature
-    given = (frozen.base, rollout.tokens, rollout.segment_ids, temperature, start)
+    rows = packed.rows(rollout)
+    given = (frozen.base, *rows, temperature, start)
     moves = moves_reference(config)
     reference = state.extra["reference"] if moves else frozen.reference
     score_reference = steps.score if moves else steps.score_reference
@@ -101,14 +143,12 @@ def _score(setup: Setup, host: Host, state: TrainState, frozen: Frozen, collecte
     return _Scored(
         old=steps.score(state.params["policy"], *given) if compares or _uses_old(setup, host) else None,
         ref=None if reference is None else score_reference(reference, *given).logprobs,
-        values=steps.values(state.params, frozen.base, rollout.tokens, rollout.segment_ids, start)
-        if config.critic != "none"
-        else None,
+        values=steps.values(state.params, frozen.base, *rows, start) if config.critic != "none" else None,
     )
 
 
 def _step_rewards(
-    setup: Setup, state: TrainState, frozen: Frozen, collected: Collected
+    setup: Setup, state: TrainState, frozen: Frozen, collected: Collected, packed: _Packed
 ) -> tuple[tuple[jax.Array | None, jax.Array | None], Implicit | None]:
     """(rewards of steps, their last tokens), and what an implicit process reward model learns from."""
     config, steps, judged = setup.config, setup.steps, collected.judged
@@ -117,7 +157,9 @@ def _step_rewards(
         return (None, None) if found is None else steps.place((found.rewards, found.ends)), None
     rollout = judged.sampled.rollout
     start = rollout.tokens.shape[1] - config.max_completion_length
-    paid, ref = jax.block_until_ready(steps.implicit(state.params["prm"], frozen.prm_reference, rollout, start))
+    tokens, segment_ids = packed.rows(rollout)
+    rows = rollout._replace(tokens=tokens, segment_ids=segment_ids)
+    paid, ref = jax.block_until_ready(steps.implicit(state.params["prm"], frozen.prm_reference, rows, start))
     fill = lambda x, dtype: np.pad(x, (0, len(rollout.tokens) - len(x))).astype(dtype)
     outcomes = steps.place((fill(judged.plain, np.float32), fill(judged.valid, bool)))
     return (paid, rollout.action_mask), Implicit(ref, *outcomes)
@@ -130,7 +172,14 @@ def _coefficients(setup: Setup, host: Host, step: int) -> Coefficients:
 
 
 def _updates(
-    setup: Setup, host: Host, state: TrainState, frozen: Frozen, rated: Rated, coefficients: Coefficients, step: int
+    setup: Setup,
+    host: Host,
+    state: TrainState,
+    frozen: Frozen,
+    rated: Rated,
+    coefficients: Coefficients,
+    step: int,
+    packed: _Packed,
 ) -> tuple[TrainState, dict[str, float]]:
     """num_iterations passes over the minibatches, or fewer; the metrics of all updates together."""
     config, steps = setup.config, setup.steps
@@ -149,6 +198,8 @@ def _updates(
     def batch_of(first: int, number: int):
         chosen = steps.place(np.arange(first, first + size, dtype=np.int32))
         batch = steps.minibatch(rated, coefficients, state.key, np.int32(number), chosen, rule)
+        if packed.updates:
+            batch = with_layout(batch, packed.updates[first])
         if setup.mix is None:
             return batch
         drawn = {"steps": setup.stream_steps, "rates": host.rates, "seed": config.seed, "learns": warm}

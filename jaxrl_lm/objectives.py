@@ -43,8 +43,7 @@ class PolicyObjective:
         """Returns (loss, metrics)."""
         scores = score(
             params["policy"],
-            batch.tokens,
-            batch.segment_ids,
+            *batch.packed_rows,
             model=model,
             temperature=batch.temperature,
             chunk=self.score_chunk,
@@ -130,8 +129,7 @@ class CriticObjective:
             scores, predicted = score_with_values(
                 params["policy"],
                 params["critic"]["head"],
-                rows.tokens,
-                rows.segment_ids,
+                *rows.packed_rows,
                 model=model,
                 temperature=rows.temperature,
                 chunk=self.policy.score_chunk,
@@ -142,7 +140,7 @@ class CriticObjective:
             loss, metrics = self.policy(params, frozen, rows, model=model)
             critic = params["critic"]
             predicted = values(
-                critic["head"], critic["trunk"], rows.tokens, rows.segment_ids, model=trunk_model(model), start=start
+                critic["head"], critic["trunk"], *rows.packed_rows, model=trunk_model(model), start=start
             )
         terms = algos.value_loss(predicted, batch.old_values, batch.returns, mask, clip=self.clip)
         value_loss = jnp.sum(batch.value_weights * terms)
@@ -168,7 +166,7 @@ class ImplicitObjective:
         loss, metrics = self.policy(params, frozen, batch.policy, model=model)
         rows = batch.policy.policy if isinstance(batch.policy, CriticBatch) else batch.policy
         start = rows.tokens.shape[1] - self.completion_columns
-        scores = score(params["prm"], rows.tokens, rows.segment_ids, model=model, chunk=self.score_chunk, start=start)
+        scores = score(params["prm"], *rows.packed_rows, model=model, chunk=self.score_chunk, start=start)
         logits = algos.implicit_outcome_logits(scores.logprobs, batch.ref_logprobs, rows.action_mask, beta=self.beta)
         counted = batch.weights > 0
         prm_loss = jnp.sum(batch.weights * algos.binary_cross_entropy(logits, batch.labels, counted))

@@ -47,6 +47,8 @@ RESUMABLE = frozenset(
         "length_buckets",
         "microbatch_completions",
         "microbatch_rows",
+        "share_prompt",
+        "pack_completions",
         "mesh",
         "sharding_preset",
         "sharding_rules",

@@ -26,27 +26,33 @@ def pack(examples: Sequence[Example], *, max_length: int) -> list[Example]:
     """
     for index, example in enumerate(examples):
         _check(example, index, max_length)
-    rows: list[list[Example]] = []
+    rows = best_fit([len(example.ids) for example in examples], max_length)
+    return [_join([examples[index] for index in row]) for row in rows]
+
+
+def best_fit(lengths: Sequence[int], capacity: int) -> list[list[int]]:
+    """The indices of the lengths, each at most `capacity`, in rows whose sum is at most that; the way is that of `pack`."""
+    rows: list[list[int]] = []
     buckets: dict[int, list[int]] = {}  # free space -> rows that have it, a heap
     spaces: list[int] = []  # the keys, in order
-    for example in sorted(examples, key=lambda example: -len(example.ids)):  # stable
-        length = len(example.ids)
+    for index in sorted(range(len(lengths)), key=lambda index: -lengths[index]):  # stable
+        length = lengths[index]
         at = bisect_left(spaces, length)
         if at == len(spaces):
-            row, space = len(rows), max_length
+            row, space = len(rows), capacity
             rows.append([])
         else:
             space = spaces[at]
             row = heapq.heappop(buckets[space])
             if not buckets[space]:
                 del buckets[space], spaces[at]
-        rows[row].append(example)
+        rows[row].append(index)
         if space > length:
             if space - length not in buckets:
                 buckets[space - length] = []
                 insort(spaces, space - length)
             heapq.heappush(buckets[space - length], row)
-    return [_join(row) for row in rows]
+    return rows
 
 
 def packing_share(packed: Sequence[Example], max_length: int) -> float:

@@ -76,7 +76,16 @@ def with_machine_defaults(config: PlanConfig, model: ModelConfig, plan: Plan | N
 
 def check_plannable(config: PlanConfig) -> None:
     """Raises ValueError for parts of a run that are not planned."""
-    for name in ("teacher", "mix", "step_reward", "true_reward", "end_of_thinking", "vocabulary_mask"):
+    for name in (
+        "teacher",
+        "mix",
+        "step_reward",
+        "true_reward",
+        "end_of_thinking",
+        "vocabulary_mask",
+        "share_prompt",
+        "pack_completions",
+    ):
         if getattr(config, name):
             raise ValueError(f"plan: {name} is not planned yet; leave it out, and add its memory and time by hand")
     check_places(config)

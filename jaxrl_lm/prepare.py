@@ -41,6 +41,7 @@ from jaxrl_lm.distributed import place
 from jaxrl_lm.encode import EncodedPrompts, encode_prompts
 from jaxrl_lm.fit_steps import StreamSteps, compile_streams
 from jaxrl_lm.judges import Rewards, open_rewards
+from jaxrl_lm.layout import check_layout, share_of
 from jaxrl_lm.mix import Mix, check_held_out_streams, check_mix, check_teacher, open_mix, split_rows
 from jaxrl_lm.models import Model, eos_token_ids
 from jaxrl_lm.optim import optimizer_of
@@ -201,6 +202,7 @@ def compile_run(
         reference=moves_reference(config),
         placement=placement,
         decode_chunk=config.decode_chunk,
+        together=share_of(config),
     )
     return steps, schedule
 
@@ -329,6 +331,7 @@ def prepare(
     placement, lora = open_placement(config), lora_of(config)
     plan = placement.train
     check(config, plan.batch_ways)
+    check_layout(config, plan)
     check_placement(config, placement, reference=needs_reference(config), moves=moves_reference(config))
     check_mix(config, plan.batch_ways, microbatches_of(config))
     check_teacher(config)

@@ -14,7 +14,7 @@ from jaxrl_lm import algos
 from jaxrl_lm.credit import Credit, CreditRule, Outcomes
 from jaxrl_lm.models import LoraConfig, Model, attach, row_scores, token_logits, trunk_model
 from jaxrl_lm.score import score, values
-from jaxrl_lm.types import Params, Rollout, Scores
+from jaxrl_lm.types import Layout, Params, Rollout, Scores
 from jaxrl_lm.update import cut
 
 
@@ -24,16 +24,33 @@ def whole(policy: Params, base: Params | None, lora: LoraConfig | None) -> Param
 
 
 def score_rows(
-    policy, base, tokens, segment_ids, temperature, start: int, *, model: Model, lora, chunk: int, size: int
+    policy,
+    base,
+    tokens,
+    segment_ids,
+    temperature,
+    start: int,
+    *,
+    model: Model,
+    lora,
+    chunk: int,
+    size: int,
+    together: int = 1,
 ) -> Scores:
-    """Scores of many rows, `size` rows at a time, so that scoring needs no more memory than an update's forward pass."""
+    """Scores of many rows, `size` rows at a time, so that scoring needs no more memory than an update's forward pass.
+
+    Here and below a Layout of all rows may stand for tokens, with None for segment_ids; its cells are those of rows that go
+    at once, `together` of which never part.
+    """
     params = whole(policy, base, lora)
     one = lambda part: score(params, *part[:2], model=model, temperature=part[2], chunk=chunk, start=start)
-    return _by_rows(one, (tokens, segment_ids, temperature), size)
+    if isinstance(tokens, Layout):
+        temperature = in_parts(temperature, len(temperature) // size, together)
+    return _by_rows(one, (tokens, segment_ids, temperature), size, together)
 
 
 def value_rows(
-    params, base, tokens, segment_ids, start: int, *, model: Model, lora, shared: bool, size: int
+    params, base, tokens, segment_ids, start: int, *, model: Model, lora, shared: bool, size: int, together: int = 1
 ) -> Float[Array, "N T"]:
     """Values of many rows, `size` rows at a time: of the critic, or of its head on the policy."""
     head = params["critic"]["head"]
@@ -42,24 +59,53 @@ def value_rows(
     else:
         trunk, model = params["critic"]["trunk"], trunk_model(model)
     one = lambda part: values(head, trunk, *part, model=model, start=start)
-    return _by_rows(one, (tokens, segment_ids), size)
+    return _by_rows(one, (tokens, segment_ids), size, together)
 
 
 def implicit_rows(
-    prm: Params, reference: Params, rollout: Rollout, start: int, *, model: Model, beta: float, chunk: int, size: int
+    prm: Params,
+    reference: Params,
+    rollout: Rollout,
+    start: int,
+    *,
+    model: Model,
+    beta: float,
+    chunk: int,
+    size: int,
+    together: int = 1,
 ) -> tuple[Float[Array, "N T"], Float[Array, "N T"]]:
     """What an implicit process reward model pays each action token, and the log-probs of the model it started from."""
-    ones = jnp.ones(rollout.tokens.shape[:1], jnp.float32)
+    ones = jnp.ones(rollout.action_mask.shape[:1], jnp.float32)
     given = (rollout.tokens, rollout.segment_ids, ones, start)
-    of = lambda params: score_rows(params, None, *given, model=model, lora=None, chunk=chunk, size=size).logprobs
+    how = {"model": model, "lora": None, "chunk": chunk, "size": size, "together": together}
+    of = lambda params: score_rows(params, None, *given, **how).logprobs
     ref = of(reference)
     return algos.implicit_process_rewards(of(prm), ref, rollout.action_mask, beta=beta), ref
 
 
-def _by_rows(function: Callable[[Any], Any], arrays: tuple, size: int) -> Any:
-    shape = arrays[0].shape
-    out = jax.lax.map(function, cut(arrays, shape[0] // size))
-    return jax.tree.map(lambda x: x.swapaxes(0, 1).reshape(shape), out)
+def _by_rows(function: Callable[[Any], Any], arrays: tuple, size: int, together: int) -> Any:
+    packed = isinstance(arrays[0], Layout)
+    shape = (arrays[0].places if packed else arrays[0]).shape
+    parts = shape[0] // size
+    out = jax.lax.map(function, cut(arrays, parts))
+    out = jax.tree.map(lambda x: x.swapaxes(0, 1).reshape(shape), out)
+    return out_of_parts(out, parts, together) if packed else out
+
+
+def in_parts(tree: Any, parts: int, together: int) -> Any:
+    """Arrays [N …] in the order in which `cut` leaves neighbours of `together` rows in one part."""
+    if parts == 1 or together == 1:
+        return tree
+    one = lambda x: x.reshape(-1, parts, together, *x.shape[1:]).swapaxes(1, 2).reshape(x.shape)
+    return jax.tree.map(one, tree)
+
+
+def out_of_parts(tree: Any, parts: int, together: int) -> Any:
+    """What `in_parts` was given."""
+    if parts == 1 or together == 1:
+        return tree
+    one = lambda x: x.reshape(-1, together, parts, *x.shape[1:]).swapaxes(1, 2).reshape(x.shape)
+    return jax.tree.map(one, tree)
 
 
 def credit_rows(

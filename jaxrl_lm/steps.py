@@ -34,7 +34,16 @@ from jaxrl_lm.models import (
 )
 from jaxrl_lm.moments import is_tiles, layout_of
 from jaxrl_lm.placement import Placement
-from jaxrl_lm.rows import credit_rows, implicit_rows, member_scores, score_rows, step_chances, value_rows, whole
+from jaxrl_lm.rows import (
+    credit_rows,
+    implicit_rows,
+    in_parts,
+    member_scores,
+    score_rows,
+    step_chances,
+    value_rows,
+    whole,
+)
 from jaxrl_lm.sharding import Plan, move, on_host
 from jaxrl_lm.types import (
     CriticBatch,
@@ -69,7 +78,7 @@ class Steps:
     prepare_decode: Callable[..., Params]  # (policy, base)
     row_keys: Callable[..., jax.Array]  # (key, purpose, step) -> [N]
     generate: Callable[..., Rollout]  # (decode params, requests, stops)
-    score: Callable[..., Scores]  # (policy, base, tokens, segment_ids, temperature, start)
+    score: Callable[..., Scores]  # (policy, base, tokens, segment_ids, temperature, start); or a Layout and None
     score_reference: Callable[..., Scores]  # the same of a frozen reference, wherever it lies
     score_compared: Callable[
         ..., Scores
@@ -112,12 +121,21 @@ class Steps:
 
 
 def minibatch_rows(
-    rated: Rated, coefficients: Coefficients, key, number: Int32[Array, ""], rows: Int32[Array, "B"], rule: BatchRule
+    rated: Rated,
+    coefficients: Coefficients,
+    key,
+    number: Int32[Array, ""],
+    rows: Int32[Array, "B"],
+    rule: BatchRule,
+    *,
+    parts: int = 1,
+    together: int = 1,
 ) -> PolicyBatch | CriticBatch | ImplicitBatch:
-    """The batch of update `number` of the run, which no other one shares its key with."""
+    """The batch of update `number` of the run, which no other one shares its key with; neighbours of `together` rows are in
+    one of its `parts` microbatches."""
     key = jax.random.fold_in(jax.random.fold_in(key, BATCH), number)
     batch = (rule if rated.values is None else rule.critic)(rated, coefficients, key, rows)
-    return batch if rated.implicit is None else rule.implicit(rated, batch, rows)
+    return in_parts(batch if rated.implicit is None else rule.implicit(rated, batch, rows), parts, together)
 
 
 def row_keys(key: jax.Array, purpose: Int32[Array, ""], step: Int32[Array, ""], *, rows: int) -> jax.Array:
@@ -209,13 +227,14 @@ def compile_steps(
     reference: bool = False,
     placement: Placement | None = None,
     decode_chunk: int | None = None,
+    together: int = 1,
 ) -> Steps:
     """Binds everything static and names every layout; nothing is compiled before its first call.
 
     `rows` is the number of completions a step; `reference`: the state holds a reference that moves; `placement`: what
     lies elsewhere than on the plan's devices; `decode_chunk`: passes of a chunk of decoding (None: there are none).
-    Raises ValueError if rows do not divide over the mesh. Scoring runs over
-    `score_rows_at_once` rows at a time (None: all).
+    Raises ValueError if rows do not divide over the mesh. Scoring runs over `score_rows_at_once` rows at a time (None:
+    all). `together`: so many neighbours are always in one microbatch, which a layout that shares their prompt asks for.
     """
     placement, size = placement or Placement(plan, plan), score_rows_at_once or rows
     _check_rows(rows, placement, samples=sampling is not None, size=size)
@@ -250,9 +269,12 @@ def compile_steps(
             size=size,
             shared=critic == "shared",
             beta=implicit_prm,
+            together=together,
         ),
         credit=jax.jit(bind(credit_rows, rule=credit, estimator=kl_estimator), out_shardings=split),
-        minibatch=jax.jit(minibatch_rows, static_argnums=5, out_shardings=split),
+        minibatch=jax.jit(
+            bind(minibatch_rows, parts=microbatches, together=together), static_argnums=5, out_shardings=split
+        ),
         update=jax.jit(
             bind(update, objective=objective, tx=tx, model=model, microbatches=microbatches),
             in_shardings=(layouts, None, split),
@@ -356,20 +378,22 @@ def _scoring(
     size: int,
     shared: bool,
     beta: float | None,
+    together: int,
 ) -> dict[str, Callable[..., Any]]:
     """What scores rows, by its name in `Steps`; `params` and `base` are layouts."""
     bind, plan, split = functools.partial, placement.train, placement.train.rows
+    how = {"size": size, "together": together}
 
     def scores(model: Model, plan: Plan, policy: Any) -> Callable[..., Scores]:
         return jax.jit(
-            bind(score_rows, model=model, lora=lora, chunk=chunk, size=size),
+            bind(score_rows, model=model, lora=lora, chunk=chunk, **how),
             static_argnums=5,
             in_shardings=(policy, base, plan.rows, plan.rows, plan.rows),
             out_shardings=plan.rows,
         )
 
     values = jax.jit(
-        bind(value_rows, model=model, lora=lora, shared=shared, size=size),
+        bind(value_rows, model=model, lora=lora, shared=shared, **how),
         static_argnums=4,
         in_shardings=(params, base, split, split),
         out_shardings=split,
@@ -383,7 +407,7 @@ def _scoring(
         "score_reference": _score_reference(compared, placement, params["policy"]),
         "values": (lambda given, *rest: values(move(given, params), *rest)) if placement.critic == "host" else values,
         "implicit": jax.jit(
-            bind(implicit_rows, model=model, beta=beta, chunk=chunk, size=size),
+            bind(implicit_rows, model=model, beta=beta, chunk=chunk, **how),
             static_argnums=3,
             in_shardings=(plan.tree(model.specs), plan.tree(model.specs), split),
             out_shardings=split,

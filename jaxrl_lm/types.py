@@ -41,6 +41,28 @@ class Rollout(NamedTuple):
     policy_step: Int32[Array, "N T"]  # the optimiser step whose weights sampled the token; 0 off the mask
 
 
+class Layout(NamedTuple):
+    """Rows of a batch packed into fewer (`layout.py`): what the model reads, and where each token's score comes from.
+
+    B packed rows of W columns in C cells, the parts of the batch that lie on one device; a cell scores K tokens at most.
+    Where a function takes tokens and segment_ids, a Layout and None may stand for them.
+    """
+
+    tokens: Int32[Array, "B W"]
+    segment_ids: Int32[Array, "B W"]
+    positions: Int32[Array, "B W"]
+    until: (
+        Int32[Array, "B W"] | None
+    )  # the last segment that sees the token (`visible` in models/decoder.py); None: its own
+    targets: Int32[Array, "C K"]  # the tokens that are scored
+    before: Int32[Array, "C K"]  # where in the cell's B / C · W columns the state before each stands; −1: no target
+    rows: Int32[Array, "C K"]  # which of the cell's N / C rows each is of
+    places: Int32[Array, "N T"]  # which of its cell's targets a token is; −1: none, and its score is 0
+    reads: (
+        Int32[Array, "B Q M"] | None
+    )  # blocks of columns that each of a row's Q blocks sees some of, −1: none; None: all
+
+
 class PolicyBatch(NamedTuple):
     """What an objective reads. Every term's weights are computed once from the global batch: see `batch.py`."""
 
@@ -59,6 +81,12 @@ class PolicyBatch(NamedTuple):
     entropy_weights: Float[Array, "N T"] | None = None  # of the entropy bonus, its coefficient included
     old_kl_weights: Float[Array, "N T"] | None = None  # of a KL to the old policy (KL-Cov)
     action_ids: Int32[Array, "N T"] | None = None  # tokens that share an id are one action; None: each is its own
+    layout: Layout | None = None  # the same rows packed
+
+    @property
+    def packed_rows(self) -> tuple[Any, Any]:
+        """What the model reads: the packed rows where there are some, or tokens and segment_ids."""
+        return (self.tokens, self.segment_ids) if self.layout is None else (self.layout, None)
 
 
 class CriticBatch(NamedTuple):

@@ -42,7 +42,7 @@ LAYERS = (
     ("example",),
     ("sequences",),
     ("packing", "reward_sequences"),
-    ("given", "rollout", "checks"),
+    ("given", "layout", "rollout", "checks"),
     ("mix", "preferences"),
     ("assemble", "evaluate", "host", "reward_model"),
     ("beside", "fit", "process_model"),

@@ -26,6 +26,7 @@ from jaxrl_lm.models.layers import (
     ParamSpec,
     attend,
     attend_in_parts,
+    block_attention,
     rope_frequencies,
 )
 from jaxrl_lm.sharding import Plan
@@ -92,10 +93,19 @@ def visible(
     k_positions: Int[Array, "N S"],
     k_segments: Int[Array, "N S"],
     window: int | None,
+    k_until: Int[Array, "N S"] | None = None,
 ) -> Bool[Array, "N T S"]:
-    """Which columns a token attends to: those of its segment, up to itself, within the window."""
+    """Which columns a token attends to: those of its segment, up to itself, within the window.
+
+    With `k_until` a column is seen by the segments from its own to that one, which continue it: a tree whose segments are
+    numbered in depth-first order, such as a prompt and its completions. Positions go on from the segment that is continued.
+    """
     gap = q_positions[:, :, None] - k_positions[:, None, :]
-    same = (q_segments[:, :, None] == k_segments[:, None, :]) & (q_segments[:, :, None] > 0)
+    if k_until is None:
+        same = (q_segments[:, :, None] == k_segments[:, None, :]) & (q_segments[:, :, None] > 0)
+    else:
+        continues = q_segments[:, :, None] <= k_until[:, None, :]
+        same = (k_segments[:, None, :] > 0) & (k_segments[:, None, :] <= q_segments[:, :, None]) & continues
     seen = same & (gap >= 0)
     return seen & (gap < window) if window is not None else seen
 
@@ -176,18 +186,27 @@ class Model:
         tokens: Int[Array, "N T"],
         positions: Int[Array, "N T"],
         segment_ids: Int[Array, "N T"],
+        until: Int[Array, "N T"] | None = None,
+        reads: Int[Array, "N Q M"] | None = None,
     ) -> Float[Array, "N T D"]:
-        """Hidden states after the last norm. A token sees those of its segment, up to itself.
+        """Hidden states after the last norm. A token sees those of its segment, up to itself; with `until` also those of
+        the segments that it continues, see `visible`. `reads` names for each of Q blocks of columns the M blocks that hold
+        all that its tokens see, so that attention computes no others.
 
         Params and activations are cast to the config's dtype. Where the plan splits columns, each device has its own and
         gathers the keys and values of all.
         """
         columns = tokens.shape[1]
         ways = 1 if self.plan is None else self.plan.ways("columns")
-        kernel = self.config.attention_implementation
-        parts = -(-columns * columns // (PAIRS * ways)) if kernel == "xla" else COLUMNS.get(kernel, 1)
+        # Rows packed by a layout have a visibility of their own, which the platforms' kernels do not know.
+        kernel = self.config.attention_implementation if until is None and reads is None else "xla"
+        if reads is not None:
+            parts = 1
+        else:
+            parts = -(-columns * columns // (PAIRS * ways)) if kernel == "xla" else COLUMNS.get(kernel, 1)
         room = ((0, 0), (0, -columns % (parts * ways)))
         tokens, positions, segment_ids = (jnp.pad(x, room) for x in (tokens, positions, segment_ids))
+        until = None if until is None else jnp.pad(until, room)
         dtype = jnp.dtype(self.config.dtype)
         cast = lambda tree: jax.tree.map(lambda leaf: leaf.astype(dtype), tree)
         ends = _merge(
@@ -197,9 +216,13 @@ class Model:
         k_positions, k_segments = positions, segment_ids
         positions, segment_ids = self.constrain(positions), self.constrain(segment_ids)
         angles = positions[:, :, None].astype(jnp.float32) * rope_frequencies(self.config).astype("float32")[None, None]
-        sees = lambda *queries: visible(*queries, k_positions, k_segments, self.config.sliding_window)
+        sees = lambda *queries: visible(*queries, k_positions, k_segments, self.config.sliding_window, until)
         queries = (positions, segment_ids)
-        if kernel != "xla":
+        if reads is not None:
+            keys = (k_positions, k_segments) if until is None else (k_positions, k_segments, until)
+            sees = lambda *given: visible(*given[:4], self.config.sliding_window, *given[4:])
+            attention = block_attention(sees, queries, keys, reads)
+        elif kernel != "xla":
             attention = attention_of(self.config, self.plan, k_segments, sees, queries)
         elif parts == 1:
             attention = functools.partial(attend, mask=sees(*queries))

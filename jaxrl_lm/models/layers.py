@@ -14,7 +14,7 @@ import jax.numpy as jnp
 import numpy as np
 from flax import nnx
 from jax.ad_checkpoint import checkpoint_name
-from jaxtyping import Array, Bool, Float, Shaped
+from jaxtyping import Array, Bool, Float, Int, Shaped
 
 from jaxrl_lm.models.config import LinearRope, Llama3Rope, ModelConfig
 from jaxrl_lm.types import Params
@@ -155,6 +155,47 @@ def attend_in_parts(
     one = lambda part: attend(part[0], k, v, sees(*part[1:]))
     out = jax.lax.map(jax.checkpoint(one), jax.tree.map(cut, (q, *queries)))
     return jnp.moveaxis(out, 0, 2).reshape(rows, -1, out.shape[-1])[:, :columns]
+
+
+def block_attention(
+    sees: Callable[..., Bool[Array, "N B S"]],
+    queries: tuple[Shaped[Array, "N T"], ...],
+    keys: tuple[Shaped[Array, "N T"], ...],
+    reads: Int[Array, "N Q M"],
+) -> Callable[..., Float[Array, "N T hk"]]:
+    """`attend` as a function of q, k and v that computes Q blocks of T / Q columns, each with the M blocks of keys that
+    `reads` names (−1: none), and the mask `sees(*queries, *keys)` of these.
+
+    `keys` are facts about columns that make one unseen where they are 0. Beyond `PAIRS` the weights are of a few blocks at a
+    time, and computed again in the backward pass.
+    """
+    (rows, blocks, most), columns = reads.shape, queries[0].shape[1]
+    width = columns // blocks
+    split = lambda x: jnp.moveaxis(x.reshape(rows, blocks, width, *x.shape[2:]), 1, 0)
+    take = jax.vmap(lambda x, at: x[jnp.maximum(at, 0)])  # of each row
+
+    def mask_of(at: Int[Array, "N M"], *queries: Shaped[Array, "N B"]) -> Bool[Array, "N B S"]:
+        there = lambda x: jnp.where(at[:, :, None] >= 0, take(x.reshape(rows, blocks, width), at), 0).reshape(rows, -1)
+        return sees(*queries, *map(there, keys))
+
+    def one(q, k, v, at, mask):
+        part = lambda x: take(jnp.moveaxis(x.reshape(rows, -1, blocks, width, x.shape[-1]), 2, 1), at)
+        whole = lambda x: jnp.moveaxis(part(x), 1, 2).reshape(rows, -1, most * width, x.shape[-1])
+        return attend(q, whole(k), whole(v), mask)
+
+    asked = (jnp.moveaxis(reads, 1, 0), *map(split, queries))
+    at_once = PAIRS // (width * most * width)
+    masks = jax.vmap(mask_of)(*asked) if at_once >= blocks else None
+
+    def attention(q, k, v):
+        if masks is not None:
+            out = jax.vmap(one, (0, None, None, 0, 0))(split(q), k, v, asked[0], masks)
+        else:
+            some = jax.checkpoint(lambda part: one(part[0], k, v, part[1], mask_of(*part[1:])))
+            out = jax.lax.map(some, (split(q), *asked), batch_size=max(1, at_once))
+        return jnp.moveaxis(out, 0, 1).reshape(rows, columns, -1)
+
+    return attention
 
 
 class Attention(nnx.Module):
