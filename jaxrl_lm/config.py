@@ -29,8 +29,14 @@ class SamplingConfig:
     top_p: float | None = None
     min_p: float | None = None
     slots: int | None = None  # rows that are decoded at once, at most; None: all
+    observation_columns: int | None = None  # tokens that a turn's row is given at once, at most; None: it is over
 
     def __post_init__(self):
+        if self.observation_columns is not None and self.observation_columns < 1:
+            raise ValueError(
+                f"observation_columns={self.observation_columns}: must be at least 1 (leave it out to end rows with their "
+                "first turn)"
+            )
         if self.slots is not None and self.slots < 1:
             raise ValueError(f"decode_slots={self.slots}: must be at least 1 (leave it out to decode all rows at once)")
         if self.max_new_tokens < 1:

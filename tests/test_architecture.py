@@ -33,6 +33,7 @@ LAYERS = (
     ("models",),
     ("placement", "sampling", "score"),
     ("credit", "generate", "update"),
+    ("turns",),
     ("batch", "distill", "fit_batches", "fit_objectives", "objectives", "rows"),
     ("steps",),
     ("fit_steps",),
