@@ -82,7 +82,7 @@ def fork(state: DecodeState, rows: Int32[Array, "P"], counts: Int32[Array, "P"])
     """The prompts of these rows, live or ended, with their first `counts` new tokens, to sample from; nothing is computed.
 
     For a state whose rows all have a slot of their own, whose cache holds what they have read. `counts` is at most what a
-    row has drawn. Raises ValueError for a state with fewer slots than rows.
+    row has drawn and been given. Raises ValueError for a state with fewer slots than rows.
     """
     count, slots = state.results.ended.shape[0], state.request.shape[0]
     if slots < count:
@@ -293,10 +293,8 @@ def collect(state: DecodeState, requests: Requests, *, sampling: SamplingConfig)
     action_mask = beside(results.action_mask)
     written, turn = results.action_mask, action_mask.astype(jnp.int32)
     if results.turns is not None:  # tokens that were given belong to the row, and a turn begins after them
-        written, turn = (
-            written | (results.turns > 0),
-            turn * jax.lax.cummax(jnp.maximum(beside(results.turns), 1), axis=1),
-        )
+        written = written | (results.turns > 0)
+        turn = turn * jax.lax.cummax(jnp.maximum(beside(results.turns), 1), axis=1)
     return Rollout(
         tokens=jnp.concatenate([prompt(requests.tokens), results.tokens], axis=1),
         segment_ids=jnp.concatenate([prompt(requests.segment_ids), written.astype(jnp.int32)], axis=1),

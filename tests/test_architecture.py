@@ -36,7 +36,7 @@ LAYERS = (
     ("turns",),
     ("batch", "distill", "fit_batches", "fit_objectives", "objectives", "rows"),
     ("steps",),
-    ("fit_steps",),
+    ("decode_steps", "fit_steps"),
     ("data", "report", "checkpoint"),
     ("runs",),
     ("encode", "rewards", "process_checks"),
@@ -61,6 +61,7 @@ LAYERS = (
     ("dpo", "loop", "reward_fit", "sft"),
     ("inference",),
     ("completions",),
+    ("trunks",),
     ("beams", "label_steps", "traces"),
     ("search",),
     ("seeds",),
@@ -100,7 +101,7 @@ ONLY = {
 }
 
 # Steps, and moves between processes: what several processes do together with their devices is a program.
-COMPILED = ("steps.py", "fit_steps.py", "sharding/across.py")
+COMPILED = ("steps.py", "fit_steps.py", "decode_steps.py", "sharding/across.py")
 COMPILING = ("jit", "pjit", "pmap", "filter_jit")  # jax.jit, nnx.jit, eqx.filter_jit, …
 
 

@@ -13,12 +13,13 @@ import pytest
 from test_generate import random_params, requests, same
 
 from jaxrl_lm.config import SamplingConfig
+from jaxrl_lm.decode_steps import compile_turns
 from jaxrl_lm.generate import collect, decode, fork, prepare_decode, read_prompts, start
 from jaxrl_lm.models import build
 from jaxrl_lm.models import decode as decoding
 from jaxrl_lm.score import score
 from jaxrl_lm.sharding import Plan, make_mesh
-from jaxrl_lm.turns import append, check_append, finish, room, waiting
+from jaxrl_lm.turns import append, check_append
 
 PROMPTS, GROUP, COLUMNS, NEW, WIDTH, VOCAB = 8, 2, 6, 24, 5, 48
 ROWS = PROMPTS * GROUP
@@ -52,25 +53,20 @@ def asked(prompts=slice(None), rows=slice(None), **changes):
 class Engine:
     """Compiled parts, and a host that plays episodes by them."""
 
-    def __init__(self, model, weights, sampling, place=lambda tree: tree):
-        self.weights, self.sampling, self.place = weights, sampling, place
-        own = {"model": model, "sampling": sampling}
-        self.start = jax.jit(lambda weights, given: start(read_prompts(weights, given, model=model), given, **own))
-        self.decode = jax.jit(functools.partial(decode, **own))
-        self.append = jax.jit(functools.partial(append, **own))
-        self.finish, self.waiting = jax.jit(finish), jax.jit(waiting)
-        self.room = jax.jit(functools.partial(room, sampling=sampling))
+    def __init__(self, model, weights, sampling, place=lambda tree: tree, stops=None):
+        self.weights, self.sampling, self.place, self.stops = weights, sampling, place, stops
+        self.steps = compile_turns(model, sampling)
 
     def play(self, given, *, passes=1000, name=lambda row: row, filler=0):
         """The final state, and how often the host was asked. `name` is the row as `observation` knows it."""
-        state, visits, done = self.start(self.weights, given), 0, {}
+        state, visits, done = self.steps.start(self.weights, given), 0, {}
         while (np.asarray(state.request) != -1).any():
-            state = self.decode(self.weights, given, state, None, state.step + passes)
+            state = self.steps.decode(self.weights, given, state, self.stops, state.step + passes)
             state, visits = self.answer(given, state, done, name, filler), visits + 1
         return state, visits
 
     def answer(self, given, state, done, name, filler):
-        rows, left = np.asarray(self.waiting(state)), np.asarray(self.room(state, given))
+        rows, left = np.asarray(self.steps.waiting(state)), np.asarray(self.steps.room(state, given))
         slots = len(rows)
         observations = np.full((slots, self.sampling.observation_columns), filler, np.int32)
         lengths = np.zeros(slots, np.int32)
@@ -86,8 +82,8 @@ class Engine:
                 observations[slot, : len(tokens)], lengths[slot] = tokens, len(tokens)
         observations, lengths, over, cut = self.place((observations, lengths, over, cut))
         if np.asarray(lengths).any():
-            state = self.append(self.weights, given, state, observations, lengths)
-        return self.finish(state, over, cut) if np.asarray(over).any() else state
+            state = self.steps.append(self.weights, given, state, observations, lengths)
+        return self.steps.finish(state, over, cut) if np.asarray(over).any() else state
 
 
 @pytest.fixture(scope="module")
@@ -243,6 +239,15 @@ def close(a, b, atol=1e-4):
     np.testing.assert_allclose(a.logprobs, b.logprobs, atol=atol)
 
 
+def test_a_stop_string_ends_a_turn_and_is_looked_for_anew_in_the_next(model, weights, played):
+    """The automaton whose stops are the other sampler's end-of-sequence tokens."""
+    ends = np.isin(np.arange(VOCAB), EOS).astype(np.int32)
+    stops = np.stack([ends, np.ones(VOCAB, np.int32)])
+    engine, given = Engine(model, weights, sampling_of(eos_token_ids=()), stops=stops), asked()
+    state, _ = engine.play(given)
+    same(played, collect(state, given, sampling=engine.sampling))
+
+
 @pytest.fixture(scope="module")
 def spread(wide):
     """The final state of `wide`."""
@@ -288,16 +293,16 @@ def test_a_fork_goes_on_from_any_place_of_an_episode(spread, played, model, weig
 def test_tokens_are_given_to_rows_that_decode_too(engine):
     """At once, before a first token, in the midst of a turn, and twice; a row ended in the midst is truncated."""
     given = asked(max_new=NEW)
-    state = engine.decode(engine.weights, given, engine.start(engine.weights, given), None, np.int32(0))
+    state = engine.steps.decode(engine.weights, given, engine.steps.start(engine.weights, given), None, np.int32(0))
     tokens = np.full((4, WIDTH), 30, np.int32)
-    state = engine.append(engine.weights, given, state, tokens, np.array([2, 0, 1, 0]))
-    state = engine.append(engine.weights, given, state, tokens + 1, np.array([1, 0, 0, 0]))
-    state = engine.decode(engine.weights, given, state, None, np.int32(2))
+    state = engine.steps.append(engine.weights, given, state, tokens, np.array([2, 0, 1, 0]))
+    state = engine.steps.append(engine.weights, given, state, tokens + 1, np.array([1, 0, 0, 0]))
+    state = engine.steps.decode(engine.weights, given, state, None, np.int32(2))
     held = np.flatnonzero(np.asarray(state.request) >= 0)
     assert {1, 2} <= set(held)
-    state = engine.append(engine.weights, given, state, tokens + 2, np.array([0, 1, 0, 0]))
-    state = engine.decode(engine.weights, given, state, None, state.step + 1)
-    state = engine.finish(state, np.array([True] * 4), np.array([False] * 4))
+    state = engine.steps.append(engine.weights, given, state, tokens + 2, np.array([0, 1, 0, 0]))
+    state = engine.steps.decode(engine.weights, given, state, None, state.step + 1)
+    state = engine.steps.finish(state, np.array([True] * 4), np.array([False] * 4))
     rollout = collect(state, given, sampling=engine.sampling)
     turns, own = np.asarray(rollout.turn_ids)[:4, COLUMNS:], np.asarray(rollout.tokens)[:4, COLUMNS:]
     assert own[0, :3].tolist() == [30, 30, 31]
@@ -316,7 +321,9 @@ def test_tokens_are_given_to_rows_that_decode_too(engine):
 def half(engine):
     """Requests, and a state in which each of the four slots holds a row; slot 3 that of row 3, whose limit is 9."""
     given = asked()
-    return given, engine.decode(engine.weights, given, engine.start(engine.weights, given), None, np.int32(2))
+    return given, engine.steps.decode(
+        engine.weights, given, engine.steps.start(engine.weights, given), None, np.int32(2)
+    )
 
 
 def test_what_does_not_fit_is_named(engine, half):
@@ -331,10 +338,13 @@ def test_what_does_not_fit_is_named(engine, half):
     with pytest.raises(ValueError, match=r"slot 0 is given token 48, outside the vocabulary of 48"):
         check(np.where(np.arange(WIDTH) == 1, 48, tokens), [2, 0, 0, 0])
     check(np.where(np.arange(WIDTH) == 2, -1, tokens), [2, 0, 0, 0])  # beyond what is given
-    full = engine.append(engine.weights, given, state, tokens, np.array([0, 0, 0, 5]))
+    give = lambda state, lengths: engine.steps.append(
+        engine.weights, given, jax.tree.map(jnp.copy, state), tokens, np.array(lengths)
+    )
+    full = give(state, [0, 0, 0, 5])
     with pytest.raises(ValueError, match=r"slot 3 \(row 3\) has room for 1 tokens and one of its own, and is given 2"):
         check_append(full, given, tokens, np.array([0, 0, 0, 2]), vocab_size=VOCAB, sampling=engine.sampling)
-    again = engine.append(engine.weights, given, full, tokens, np.array([0, 0, 0, 2]))  # and changes nothing
+    again = give(full, [0, 0, 0, 2])  # which changes nothing
     for name in ("tokens", "turns", "action_mask", "ended"):
         np.testing.assert_array_equal(getattr(again.results, name), getattr(full.results, name), err_msg=name)
     np.testing.assert_array_equal(again.cache.lengths, full.cache.lengths)

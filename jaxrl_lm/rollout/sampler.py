@@ -4,7 +4,7 @@ The compiled part is `generate.py`. Rewards are computed on what comes from here
 """
 
 import dataclasses
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
 
 import jax
@@ -47,6 +47,7 @@ class Sampler:
     max_new_tokens: int
     pad_token_id: int
     stops: Any = None  # table of stop strings on the devices
+    source: Callable[..., Rollout] | None = None  # (indices, weights, requests, stops): what samples, if not `steps`
 
     def __call__(
         self,
@@ -76,7 +77,10 @@ class Sampler:
         keys = self.steps.row_keys(key, np.int32(purpose), np.int32(step))
         requests = Requests(tokens, segment_ids, keys, limits, temperature, np.int32(policy_step))
         requests = self.steps.place_rollout(requests)
-        rollout = self.steps.generate(decode_params, requests, self.stops)
+        if self.source is None:
+            rollout = self.steps.generate(decode_params, requests, self.stops)
+        else:
+            rollout = self.source(filled, decode_params, requests, self.stops)
         chosen, mask, logprobs, truncated = gather(
             (rollout.tokens, rollout.action_mask, rollout.logprobs, rollout.truncated)
         )
