@@ -248,6 +248,22 @@ def test_a_stop_string_ends_a_turn_and_is_looked_for_anew_in_the_next(model, wei
     same(played, collect(state, given, sampling=engine.sampling))
 
 
+def test_what_is_given_is_read_in_blocks_and_windows_too(tiny_config, monkeypatch):
+    """A cache in blocks of 4 columns and a window of 5, against the full forward pass."""
+    monkeypatch.setattr(decoding, "BLOCK", 4)
+    model = build(dataclasses.replace(tiny_config, num_layers=2, sliding_window=5))
+    params = random_params(model)
+    engine, given = Engine(model, prepare_decode(params, model=model), sampling_of()), asked()
+    state, _ = engine.play(given)
+    rollout = collect(state, given, sampling=engine.sampling)
+    scores = jax.jit(functools.partial(score, model=model))(
+        params, rollout.tokens, rollout.segment_ids, temperature=jnp.asarray(TEMPERATURE)
+    )
+    mask = np.asarray(rollout.action_mask)
+    assert np.asarray(rollout.turn_ids).max() > 2
+    np.testing.assert_allclose(np.asarray(rollout.logprobs)[mask], np.asarray(scores.logprobs)[mask], atol=1e-5)
+
+
 @pytest.fixture(scope="module")
 def spread(wide):
     """The final state of `wide`."""
