@@ -15,12 +15,13 @@ from jaxtyping import Float64
 from jaxrl_lm.checks import check_routes
 from jaxrl_lm.config import GenerateConfig, PromptOptions, SamplingOptions
 from jaxrl_lm.data import Row, choose_bucket, read_rows
+from jaxrl_lm.decode_steps import Forks, compile_forks
 from jaxrl_lm.distributed import place
 from jaxrl_lm.encode import EncodedPrompts
 from jaxrl_lm.evaluate import reward_table
 from jaxrl_lm.inference import Loaded, load_any, make_inference, say, with_run_options
 from jaxrl_lm.models import eos_token_ids
-from jaxrl_lm.prepare import drop_notes, encode_with, plan_of
+from jaxrl_lm.prepare import drop_notes, encode_with, make_sampling, plan_of
 from jaxrl_lm.reward_model import open_reward_models
 from jaxrl_lm.rewards import RewardFunction, columns_of, combine, compute_rewards, resolve_all
 from jaxrl_lm.rollout import EVAL, Sampled, Sampler
@@ -131,6 +132,13 @@ class Completer:
         if self._weights is None:
             self._weights = sampler.steps.prepare_decode(self.loaded.params, None)
         return sampler
+
+    def forks(self, **changes: Any) -> Forks:
+        """What samples after prefixes that lie in caches, under the config with these changes."""
+        options = _as_generation(self.config, **changes)
+        return compile_forks(
+            self.loaded.model, self.plan, make_sampling(options, self.tokenizer, self.loaded.generation)
+        )
 
     def draw(
         self, sampler: Sampler, prompts: EncodedPrompts, indices: Sequence[int], *, number: int

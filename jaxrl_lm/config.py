@@ -42,8 +42,14 @@ class SamplingConfig:
     end_of_thinking: tuple[int, ...] = ()  # what is then forced
     vocabulary_mask: bool = False  # with the table of a grammar
     kv_cache_dtype: str | None = None  # int8, or None: that of the computation
+    observation_columns: int | None = None  # tokens that a turn's row is given at once, at most; None: it is over
 
     def __post_init__(self):
+        if self.observation_columns is not None and self.observation_columns < 1:
+            raise ValueError(
+                f"observation_columns={self.observation_columns}: must be at least 1 (leave it out to end rows with their "
+                "first turn)"
+            )
         if self.kv_cache_dtype not in (None, "int8"):
             raise ValueError(
                 f"kv_cache_dtype={self.kv_cache_dtype!r} is unknown: use int8, or leave it out for the computation's own"
@@ -108,6 +114,12 @@ class SamplingConfig:
                 if token in self.eos_token_ids:
                     raise ValueError(f"{name}: token {token} ends the sequence: every completion would end with it")
         self._check_thinking()
+        counts = self.penalises or self.min_new_tokens or self.forces or self.vocabulary_mask
+        if self.observation_columns is not None and counts:
+            raise ValueError(
+                "observation_columns with repetition_penalty, min_new_tokens, forced_tokens, max_thinking_tokens or "
+                "vocabulary_mask: these rules follow one completion, not turns; leave one of the two out"
+            )
 
     def _check_thinking(self) -> None:
         budget, end = self.max_thinking_tokens, self.end_of_thinking

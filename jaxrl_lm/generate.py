@@ -33,6 +33,7 @@ from jaxrl_lm.sharding import Plan
 from jaxrl_lm.types import Params, Requests, Rollout
 
 EMPTY = -1  # in place of a slot's row
+PAUSED = -2  # minus the row: it has ended a turn and keeps its slot, see `turns.py`
 
 
 class Prefixes(NamedTuple):
@@ -51,6 +52,7 @@ class Results(NamedTuple):
     behaviour_logprobs: Float[Array, "N C"]
     ended: Bool[Array, "N"]  # by an end-of-sequence token or a stop string
     written: Bool[Array, "N C"] | None = None  # all tokens, forced ones too; None: those of action_mask
+    turns: Int32[Array, "N C"] | None = None  # of tokens that were given, the number of the turn after them; else 0
 
 
 class DecodeState(NamedTuple):
@@ -59,7 +61,7 @@ class DecodeState(NamedTuple):
     step: Int32[Array, ""]  # forward passes so far
     busy: Int32[Array, ""]  # slots that they had a row in, summed
     next: Int32[Array, "D"]  # the first place of the queue that no slot has had
-    request: Int32[Array, "W"]  # the row of each slot; -1: the slot is empty
+    request: Int32[Array, "W"]  # the row of each slot; -1: the slot is empty; below: PAUSED minus the row
     drawn: Int32[Array, "W"]  # new tokens of it so far
     token: Int32[Array, "W"]  # the one that the model reads next
     stop_state: Int32[Array, "W"]  # of the automaton that reads the stop strings
@@ -92,11 +94,17 @@ def read_prompts(params: Params, requests: Requests, *, model: Model, kv_cache_d
     return Prefixes(cache._replace(lengths=lengths - 1), last)
 
 
+def begin(params: Params, requests: Requests, *, model: Model, sampling: SamplingConfig) -> DecodeState:
+    """The state before the first pass, with the prompts read: `read_prompts` and `start`."""
+    prefixes = read_prompts(params, requests, model=model, kv_cache_dtype=sampling.kv_cache_dtype)
+    return start(prefixes, requests, model=model, sampling=sampling)
+
+
 def fork(state: DecodeState, rows: Int32[Array, "P"], counts: Int32[Array, "P"]) -> Prefixes:
     """The prompts of these rows, live or ended, with their first `counts` new tokens, to sample from; nothing is computed.
 
     For a state whose rows all have a slot of their own, whose cache holds what they have read. `counts` is at most what a
-    row has drawn. Raises ValueError for a state with fewer slots than rows.
+    row has drawn and been given. Raises ValueError for a state with fewer slots than rows.
     """
     count, slots = state.results.ended.shape[0], state.request.shape[0]
     if slots < count:
@@ -137,7 +145,7 @@ def start(prefixes: Prefixes, requests: Requests, *, model: Model, sampling: Sam
         prompt = jnp.maximum(request, 0) // (rows // prompts)
         pick = lambda x: _pick(x, prompt, parts)
     columns = prefixes.cache.columns
-    more = room_for(columns + new) - columns
+    more = room_for(columns + new + (sampling.observation_columns or 0)) - columns
     layers = tuple(wider(*jax.tree.map(pick, layer), more) for layer in prefixes.cache.layers)
     layers = jax.tree.map(model.constrain_kv, layers)
     empty = jnp.zeros((rows, new), jnp.float32)
@@ -158,6 +166,7 @@ def start(prefixes: Prefixes, requests: Requests, *, model: Model, sampling: Sam
             behaviour_logprobs=empty,
             ended=jnp.zeros((rows,), bool),
             written=jnp.zeros((rows, new), bool) if sampling.forces else None,
+            turns=None if sampling.observation_columns is None else jnp.zeros((rows, new), jnp.int32),
         ),
         prefixes=prefixes,
         order=order,
@@ -205,18 +214,23 @@ def decode(
     sampling: SamplingConfig,
 ) -> DecodeState:
     """The state when every row has ended, or after pass number `until`; `stops` is the table of `stops.stop_table`, or
-    all tables of the rules. Raises ValueError as `check_rules`."""
+    all tables of the rules. Raises ValueError as `check_rules`.
+
+    With `observation_columns` a row whose turn has ended keeps its slot, and waits there (`turns.py`).
+    """
     tables = stops if isinstance(stops, Tables) else Tables(stops)
     check_rules(sampling, tables, model.config.vocab_size)
     stops, seen = tables.stops, _seen(requests, model, sampling)
     parts, own = state.next.shape[0], state.results.ended.shape[0] // state.next.shape[0]
     eos = jnp.asarray(sampling.eos_token_ids, jnp.int32)
     rows, slots = state.results.ended.shape[0], state.request.shape[0]
-    most = -(-rows // slots) * sampling.max_new_tokens  # which no queue exceeds: a bound for who reads the program
+    pauses = sampling.observation_columns is not None
+    # Which no queue exceeds: a bound for who reads the program. Rows that pause may go on one after another.
+    most = (rows if pauses else -(-rows // slots)) * sampling.max_new_tokens
     limits = jnp.minimum(requests.max_new, sampling.max_new_tokens)
 
     def body(state: DecodeState) -> DecodeState:
-        active, request = state.request != EMPTY, jnp.maximum(state.request, 0)
+        active, request = state.request > EMPTY, jnp.maximum(state.request, 0)
         of = lambda x: _pick(x, request, parts)
         hidden, cache = extend(params, state.token[:, None], state.cache, model=model, count=active.astype(jnp.int32))
         keys = jax.vmap(jax.random.fold_in)(of(requests.keys), state.drawn)
@@ -228,18 +242,19 @@ def decode(
             chosen = given < 0
             zero = lambda x: jnp.where(chosen, x, 0.0)
             drawn = Drawn(jnp.where(chosen, drawn.token, given), zero(drawn.logprob), zero(drawn.behaviour_logprob))
-        token = jnp.where(active, drawn.token, sampling.pad_token_id)
+        token = jnp.where(active, drawn.token, state.token)
         over, stop_state = (token[:, None] == eos[None]).any(1), state.stop_state
         if stops is not None:
             stop_state = jnp.where(active, stops[stop_state, token], stop_state)
             over = over | (stop_state == stops.shape[0] - 1)
         results = _record(state, token, drawn.logprob, drawn.behaviour_logprob, active & over, parts, chosen)
-        count = state.drawn + 1
-        done = active & (over | (count >= of(limits)))
+        count = state.drawn + active
+        full = count >= of(limits)
+        left = jnp.where(full, EMPTY, PAUSED - state.request) if pauses else EMPTY
         state = state._replace(
             step=state.step + 1,
             busy=state.busy + active.sum(dtype=jnp.int32),
-            request=jnp.where(done, EMPTY, state.request),
+            request=jnp.where(active & (over | full), left, state.request),
             drawn=count,
             token=token,
             stop_state=stop_state,
@@ -259,7 +274,7 @@ def decode(
 def _record(state: DecodeState, token, logprob, behaviour, ended, parts: int, chosen=None) -> Results:
     """The results with what every slot has drawn; that of an empty slot has no place there. `chosen`: by the policy."""
     rows = state.results.ended.shape[0]
-    outside = jnp.where(state.request == EMPTY, rows // parts, state.request)
+    outside = jnp.where(state.request > EMPTY, state.request, rows // parts)
     places = (_apart(outside, parts), _apart(state.drawn, parts))
     put = lambda buffer, row, column, value: buffer.at[row, column].set(value, mode="drop")
     one = lambda buffer, value: jax.vmap(put)(_apart(buffer, parts), *places, _apart(value, parts)).reshape(
@@ -268,7 +283,7 @@ def _record(state: DecodeState, token, logprob, behaviour, ended, parts: int, ch
     results = state.results
     mark = jax.vmap(lambda buffer, row: buffer.at[row].set(True, mode="drop"))
     at_end = jnp.where(_apart(ended, parts), places[0], rows // parts)
-    return Results(
+    return results._replace(
         tokens=one(results.tokens, token),
         action_mask=one(results.action_mask, jnp.ones_like(ended) if chosen is None else chosen),
         logprobs=one(results.logprobs, logprob),
@@ -328,7 +343,12 @@ def collect(state: DecodeState, requests: Requests, *, sampling: SamplingConfig)
     prompt = lambda x: jnp.repeat(x, copies, axis=0)
     beside = lambda x: jnp.pad(x, ((0, 0), (columns, 0)))
     action_mask = beside(results.action_mask)
-    written = results.action_mask if results.written is None else results.written
+    written, turn = results.action_mask, action_mask.astype(jnp.int32)
+    if results.written is not None:
+        written = results.written
+    if results.turns is not None:  # tokens that were given belong to the row, and a turn begins after them
+        written = written | (results.turns > 0)
+        turn = turn * jax.lax.cummax(jnp.maximum(beside(results.turns), 1), axis=1)
     return Rollout(
         tokens=jnp.concatenate([prompt(requests.tokens), results.tokens], axis=1),
         segment_ids=jnp.concatenate([prompt(requests.segment_ids), written.astype(jnp.int32)], axis=1),
@@ -336,7 +356,7 @@ def collect(state: DecodeState, requests: Requests, *, sampling: SamplingConfig)
         logprobs=beside(results.logprobs),
         behaviour_logprobs=beside(results.behaviour_logprobs) if sampling.reshapes else None,
         truncated=(requests.max_new > 0) & ~results.ended,
-        turn_ids=action_mask.astype(jnp.int32),
+        turn_ids=turn,
         policy_step=jnp.where(action_mask, requests.policy_step, 0),
     )
 
@@ -356,6 +376,5 @@ def generate(
     these are off). Forced tokens stand in `tokens` and `segment_ids`, not in `action_mask`. A row is `truncated` when it
     ran into its limit. Raises ValueError as `start` and `decode`.
     """
-    prefixes = read_prompts(params, requests, model=model, kv_cache_dtype=sampling.kv_cache_dtype)
-    state = start(prefixes, requests, model=model, sampling=sampling)
+    state = begin(params, requests, model=model, sampling=sampling)
     return collect(decode(params, requests, state, stops, model=model, sampling=sampling), requests, sampling=sampling)

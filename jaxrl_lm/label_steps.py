@@ -25,6 +25,7 @@ from jaxrl_lm.rewards import RewardFunction
 from jaxrl_lm.rollout import Sampled
 from jaxrl_lm.rule_tables import refuse_from_the_start
 from jaxrl_lm.tools_config import LabelStepsConfig
+from jaxrl_lm.trunks import after_prefixes
 
 SAMPLE, ROLLOUT = 0, 1  # numbers of draws
 
@@ -176,25 +177,34 @@ def roll_out(
 ) -> tuple[dict[Key, Float[np.ndarray, " n"]], Counter[str]]:
     """The verdicts on the completions of each prefix (NaN: not judged), and counts. Equal prefixes are completed once.
 
-    The reward functions see the dataset's prompt and the whole completion, prefix and continuation, as text and tokens.
+    Each prompt is read once and so is each solution after it; rollouts go on from its cache at the ends of steps
+    (`trunks.py`). The reward functions see the dataset's prompt and the whole completion, prefix and continuation, as text
+    and tokens.
     """
     texts = {(solution.prompt, prefix.ids): prefix.text for solution in solutions for prefix in solution.prefixes}
-    keys = sorted(texts, key=lambda key: (len(prompts.ids[key[0]]) + len(key[1]), key))  # short batches, short buckets
+    most: Counter[int] = Counter()
+    for prompt, prefix in texts:
+        most[prompt] = max(most[prompt], len(prompts.ids[prompt]) + len(prefix))
+    keys = sorted(texts, key=lambda key: (most[key[0]], key))  # short ones together, and those of one trunk
     counts: Counter[str] = Counter(prefixes=len(keys))
     if not keys:
         return {}, counts
     ids = [[*prompts.ids[prompt], *prefix] for prompt, prefix in keys]
     rows = [{name: v for name, v in prompts.rows[prompt].items() if name != "completions"} for prompt, _ in keys]
     extended = EncodedPrompts(rows, ids, [prompts.texts[p] + texts[p, prefix] for p, prefix in keys], 0, 0)
-    buckets = completer.config.prompt_buckets  # they hold the prompts, prefixes may need a longer one
-    buckets = (*buckets, *default_buckets([len(row) for row in ids])) if buckets else ()
+    given = completer.config.prompt_buckets  # they hold the prompts, prefixes may need a longer one
+    buckets = (*given, *default_buckets([len(row) for row in ids])) if given else ()
     sampler, found = completer.sampler([extended], num_generations=rollouts, prompt_buckets=buckets), {}
+    forks = completer.forks(num_generations=rollouts)
+    starts = given or default_buckets([len(prompts.ids[prompt]) for prompt, _ in keys])
+    sampler, reader = after_prefixes(sampler, forks, prompts.ids, keys, starts)
     for batch, sampled in completer.draw(sampler, extended, list(range(len(keys))), number=ROLLOUT):
         counts["tokens"] += sum(map(len, sampled.completion_ids))
         counts["prefix_tokens"] += sum(len(ids[number]) for number in batch)
         whole = _whole(completer.tokenizer, sampled, [keys[n] for n in batch for _ in range(rollouts)], texts)
         values = verdicts(functions, whole, rollouts).reshape(len(batch), rollouts)
         found |= {keys[number]: values[place] for place, number in enumerate(batch)}
+    counts["prefilled_tokens"] = reader.tokens
     return found, counts
 
 
@@ -283,7 +293,8 @@ def label_steps(
     found, more = roll_out(completer, functions, prompts.encoded, solutions, config.rollouts)
     written, last = _stepwise_rows(config, prompts, solutions, outcomes, found)
     counts += more + last
-    names = ("completions", "steps", "prefixes", "tokens", "prefix_tokens", "unjudged", "without_steps", "cut")
+    names = ("completions", "steps", "prefixes", "tokens", "prefix_tokens", "prefilled_tokens")
+    names += ("unjudged", "without_steps", "cut")
     mean = lambda values: float(np.mean(values)) if len(values) else math.nan
     summary = {"rows": len(written)} | {name: counts[name] for name in names}
     summary |= {"outcome_mean": mean([row["outcome"] for row in written])}
@@ -325,6 +336,7 @@ def labels_message(summary: dict[str, int | float]) -> str:
     return (
         f"{summary['rows']} rows with {summary['steps']} labelled steps (mean label {summary['label_mean']:.3f}, mean "
         f"outcome {summary['outcome_mean']:.3f}); {summary['tokens']} tokens sampled after {summary['prefixes']} prefixes "
-        f"of {summary['prefix_tokens']} tokens; left out: {summary['unjudged']} unjudged, {summary['without_steps']} "
-        f"without steps; {summary['cut']} cut to max_steps_per_row"
+        f"of {summary['prefix_tokens']} tokens, of which {summary['prefilled_tokens']} were computed; left out: "
+        f"{summary['unjudged']} unjudged, {summary['without_steps']} without steps; {summary['cut']} cut to "
+        "max_steps_per_row"
     )

@@ -70,8 +70,8 @@ def check_layout(config: GRPOConfig, plan: Plan) -> None:
         )
     if config.attention_implementation in ("splash", "cudnn"):
         raise ValueError(
-            f"{name} with attention_implementation={config.attention_implementation!r}: that kernel does not know what packed "
-            "rows see; take auto or xla"
+            f"{name} with attention_implementation={config.attention_implementation!r}: that kernel does not know what "
+            "packed rows see; take auto or xla"
         )
     completions = config.prompts_per_step * config.num_generations
     microbatch = config.microbatch_completions or config.minibatch_completions or completions

@@ -274,11 +274,19 @@ def _run_beams(
 ) -> dict[str, int | float]:
     """Beam search over all prompts; the best beam goes into the records."""
     rows = prompts.encoded.rows
-    score = lambda places, beams: _scores(
-        scorer, [rows[place] for place in places], [beam.text for beam in beams], [beam.ids for beam in beams]
-    )
     continuations = Continuations(config, completer, prompts.encoded)
-    beams = beam_search(continuations, score, len(rows), width=config.beam_width, max_steps=config.max_steps)
+
+    def search(own: range) -> list[list[Beam]]:
+        """The beams of these prompts."""
+        score = lambda places, beams: _scores(
+            scorer, [rows[own[place]] for place in places], [beam.text for beam in beams], [beam.ids for beam in beams]
+        )
+        grow = lambda number, places, beams: continuations(number, [own[place] for place in places], beams)
+        return beam_search(grow, score, len(own), width=config.beam_width, max_steps=config.max_steps)
+
+    every = range(len(rows))
+    groups = [every[start : start + config.beam_prompts] for start in range(0, len(rows), config.beam_prompts)]
+    beams = [group for own in groups for group in search(own)]
     best = [group[0] for group in beams]
     gold = judge_texts(verifier, rows, [beam.text for beam in best], [beam.ids for beam in best])
     for record, beam, value in zip(records, best, gold.tolist(), strict=True):
@@ -294,7 +302,7 @@ def check_options(config: SearchConfig) -> None:
             raise ValueError(f"methods: {method!r} is unknown; the nearest is {nearest(method, METHODS)!r}")
     if not config.methods:
         raise ValueError(f"methods: give some of {', '.join(METHODS)}")
-    for name in ("beam_width", "beam_expand", "max_step_length", "max_steps", "num_generations"):
+    for name in ("beam_width", "beam_expand", "max_step_length", "max_steps", "beam_prompts", "num_generations"):
         if getattr(config, name) < 1:
             raise ValueError(f"{name}={getattr(config, name)}: must be at least 1")
     if not config.step_separator:
@@ -305,7 +313,8 @@ def check_options(config: SearchConfig) -> None:
 def _check_idle(config: SearchConfig) -> None:
     defaults = SearchConfig(model="", dataset="", scorer="")
     idle = {"credit": config.scorer.startswith(PRM_PREFIX)}
-    idle |= dict.fromkeys(("beam_width", "beam_expand", "step_separator", "max_step_length"), "beam" in config.methods)
+    of_beams = ("beam_width", "beam_expand", "step_separator", "max_step_length", "beam_prompts")
+    idle |= dict.fromkeys(of_beams, "beam" in config.methods)
     for name, reads in idle.items():
         if not reads and getattr(config, name) != getattr(defaults, name):
             what = "a scorer of steps, prm:DIRECTORY" if name == "credit" else "the method beam"

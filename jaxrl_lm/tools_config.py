@@ -97,5 +97,7 @@ class SearchConfig(ToolOptions):
     """Tokens of one step of beam search at most."""
     max_steps: int = 16
     """Steps of beam search at most."""
+    beam_prompts: int = 64
+    """Prompts whose beams are searched at once; the caches of their last step are held."""
     output: str | None = None
     """JSON file for the curves and a record a prompt; None: the terminal only."""

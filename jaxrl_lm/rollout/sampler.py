@@ -4,7 +4,7 @@ The compiled part is `generate.py`. Rewards are computed on what comes from here
 """
 
 import dataclasses
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
 
 import jax
@@ -49,6 +49,7 @@ class Sampler:
     pad_token_id: int
     stops: Any = None  # table of stop strings on the devices, or `logit_rules.Tables`
     forces: bool = False  # whether rules put tokens into rows that the policy did not choose
+    source: Callable[..., Rollout] | None = None  # (indices, weights, requests, stops): what samples, if not `steps`
 
     def __call__(
         self,
@@ -80,7 +81,9 @@ class Sampler:
         keys = self.steps.row_keys(key, np.int32(purpose), np.int32(step))
         requests = Requests(tokens, segment_ids, keys, limits, temperature, np.int32(policy_step))
         requests = self.steps.place_rollout(requests)
-        if self.steps.chunks is None:
+        if self.source is not None:
+            rollout = self.source(filled, decode_params, requests, self.stops)
+        elif self.steps.chunks is None:
             rollout = self.steps.generate(decode_params, requests, self.stops)
         else:
             watch = None if beside is None else beside.watch
