@@ -434,7 +434,8 @@ def test_rules_of_the_run_are_those_of_its_plan(tiny):
     ruled = dataclasses.replace(config, decode_sharding_rules={"mlp": "tensor+fsdp"})
     inner = 3 * 3 * 128 * 256 * 2  # layers, matrices, their sizes, bytes
     assert read(config) - read(ruled) == inner / 2 - inner / 4
-    assert changes(config, model, topology, ("generate",))[-4:-3] == [{"decode_sharding_rules": {"mlp": "tensor+fsdp"}}]
+    further = [{"decode_sharding_rules": {"mlp": "tensor+fsdp"}}, {"kv_cache_dtype": "int8"}]
+    assert changes(config, model, topology, ("generate",))[-5:-3] == further
     with pytest.raises(ValueError, match="sharding_rules is not known to an estimate for gpu:H100x8"):
         run_plan(tiny(topology="gpu:H100x8", sharding_rules={"embed": "none"}), say=lambda _: None)
 
