@@ -17,6 +17,8 @@ from jaxrl_lm.algorithm_config import (
     RatioOptions,
 )
 
+SOURCES = ("prompt_lookup", "last_epoch")  # of speculation's drafts
+
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class SamplingConfig:
@@ -29,6 +31,9 @@ class SamplingConfig:
     top_p: float | None = None
     min_p: float | None = None
     slots: int | None = None  # rows that are decoded at once, at most; None: all
+    num_speculative_tokens: int | None = None  # read beside each new token, see speculate.py; None, 0: none
+    speculative_source: str = "prompt_lookup"
+    prompt_lookup_max: int = 3
 
     def __post_init__(self):
         if self.slots is not None and self.slots < 1:
@@ -41,6 +46,21 @@ class SamplingConfig:
             value = getattr(self, name)
             if value is not None and not 0.0 < value <= 1.0:
                 raise ValueError(f"{name}={value}: must be in (0, 1] (leave it out to turn it off)")
+        self._check_speculation()
+
+    def _check_speculation(self) -> None:
+        draft = self.num_speculative_tokens or 0
+        if draft < 0:
+            raise ValueError(f"num_speculative_tokens={draft}: must be at least 1 (leave it out to turn it off)")
+        if draft >= self.max_new_tokens:
+            raise ValueError(
+                f"num_speculative_tokens={draft}: must be below the {self.max_new_tokens} new tokens that a row has room "
+                "for (max_completion_length)"
+            )
+        if self.speculative_source not in SOURCES:
+            raise ValueError(f"speculative_source={self.speculative_source!r} is unknown: use {' or '.join(SOURCES)}")
+        if self.prompt_lookup_max < 1:
+            raise ValueError(f"prompt_lookup_max={self.prompt_lookup_max}: at least 1 token must match")
 
     @property
     def truncates(self) -> bool:
@@ -121,6 +141,12 @@ class SamplingOptions:
     """Strings that end a completion; their tokens are the policy's own and are trained."""
     decode_slots: int | None = None
     """Rows that are decoded at once, over all devices; one that ends gives its slot to the next. None: all of a step."""
+    num_speculative_tokens: int | None = None
+    """Tokens guessed ahead that each pass of decoding reads beside the new one; None, 0: none. Samples are as without."""
+    speculative_source: Literal["prompt_lookup", "last_epoch"] = "prompt_lookup"
+    """Where guesses come from: the row's own text, or in training what its prompt was last completed with."""
+    prompt_lookup_max: int = 3
+    """Last tokens of a row, at most, whose other place in that text is looked for."""
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)

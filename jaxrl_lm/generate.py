@@ -53,6 +53,7 @@ class DecodeState(NamedTuple):
     prefixes: Prefixes
     order: Int32[Array, "D n"]  # the rows that ask for tokens, first to last, then the others; D parts of n rows
     total: Int32[Array, "D"]  # how many ask
+    passes: Int32[Array, "N"] | None = None  # of each row with speculation (speculate.py)
 
 
 def prepare_decode(params: Params, *, model: Model) -> Params:
@@ -116,7 +117,8 @@ def start(prefixes: Prefixes, requests: Requests, *, model: Model, sampling: Sam
         prompt = jnp.maximum(request, 0) // (rows // prompts)
         pick = lambda x: _pick(x, prompt, parts)
     columns = prefixes.cache.layers[0][1].shape[2]
-    more = (0, room_for(columns + new) - columns)
+    draft = sampling.num_speculative_tokens or 0  # columns that a pass may write and not keep
+    more = (0, room_for(columns + new + draft) - columns)
     wider = lambda x, axis: model.constrain_kv(jnp.pad(pick(x), [more if a == axis else (0, 0) for a in range(4)]))
     layers = tuple((wider(k, 3), wider(v, 2)) for k, v in prefixes.cache.layers)
     empty = jnp.zeros((rows, new), jnp.float32)
@@ -139,6 +141,7 @@ def start(prefixes: Prefixes, requests: Requests, *, model: Model, sampling: Sam
         prefixes=prefixes,
         order=order,
         total=total,
+        passes=jnp.zeros((rows,), jnp.int32) if draft else None,
     )
 
 
@@ -175,7 +178,12 @@ def decode(
     model: Model,
     sampling: SamplingConfig,
 ) -> DecodeState:
-    """The state when every row has ended, or after pass number `until`; `stops` is the table of `stops.stop_table`."""
+    """The state when every row has ended, or after pass number `until`; `stops` is the table of `stops.stop_table`.
+
+    Raises ValueError where speculation is asked for, whose loop is in `speculate.py`.
+    """
+    if sampling.num_speculative_tokens:
+        raise ValueError("num_speculative_tokens: this loop reads one token a pass, use the one of jaxrl_lm.speculate")
     parts, own = state.next.shape[0], state.results.ended.shape[0] // state.next.shape[0]
     eos = jnp.asarray(sampling.eos_token_ids, jnp.int32)
     rows, slots = state.results.ended.shape[0], state.request.shape[0]
@@ -291,6 +299,7 @@ def collect(state: DecodeState, requests: Requests, *, sampling: SamplingConfig)
         truncated=(requests.max_new > 0) & ~results.ended,
         turn_ids=action_mask.astype(jnp.int32),
         policy_step=jnp.where(action_mask, requests.policy_step, 0),
+        passes=state.passes,
     )
 
 

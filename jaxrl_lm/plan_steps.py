@@ -126,6 +126,9 @@ def trace_steps(
         top_p=config.top_p,
         min_p=config.min_p,
         slots=config.decode_slots,
+        num_speculative_tokens=config.num_speculative_tokens,
+        speculative_source=config.speculative_source,
+        prompt_lookup_max=config.prompt_lookup_max,
     )
     steps, _ = compile_run(
         config,

@@ -143,6 +143,9 @@ def make_sampling(config: Any, tokenizer, generation: dict[str, Any]) -> Samplin
         top_p=config.top_p,
         min_p=config.min_p,
         slots=config.decode_slots,
+        num_speculative_tokens=config.num_speculative_tokens,
+        speculative_source=config.speculative_source,
+        prompt_lookup_max=config.prompt_lookup_max,
     )
 
 

@@ -20,7 +20,7 @@ from jaxrl_lm.batch import BatchRule, Coefficients, Rated
 from jaxrl_lm.config import SamplingConfig
 from jaxrl_lm.credit import Credit, CreditRule
 from jaxrl_lm.distributed import place
-from jaxrl_lm.generate import generate, prepare_decode
+from jaxrl_lm.generate import prepare_decode
 from jaxrl_lm.models import (
     LoraConfig,
     Model,
@@ -35,6 +35,7 @@ from jaxrl_lm.moments import is_tiles, layout_of
 from jaxrl_lm.placement import Placement
 from jaxrl_lm.rows import credit_rows, implicit_rows, member_scores, score_rows, step_chances, value_rows, whole
 from jaxrl_lm.sharding import Plan, move, on_host
+from jaxrl_lm.speculate import generate
 from jaxrl_lm.types import (
     CriticBatch,
     ImplicitBatch,
@@ -300,7 +301,7 @@ def _generation(
         "row_keys": jax.jit(bind(row_keys, rows=rows), out_shardings=placement.train.rows),
         "generate": jax.jit(
             bind(generate, model=sampled, sampling=sampling),
-            in_shardings=(read, Requests(split, split, split, split, split, policy_step=every), every),
+            in_shardings=(read, Requests(split, split, split, split, split, policy_step=every, drafts=split), every),
             out_shardings=split,
         ),
     }

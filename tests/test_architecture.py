@@ -33,7 +33,7 @@ LAYERS = (
     ("models",),
     ("placement", "sampling", "score"),
     ("credit", "generate", "update"),
-    ("batch", "distill", "fit_batches", "fit_objectives", "objectives", "rows"),
+    ("batch", "distill", "fit_batches", "fit_objectives", "objectives", "rows", "speculate"),
     ("steps",),
     ("fit_steps",),
     ("data", "report", "checkpoint"),
