@@ -10,7 +10,7 @@ from typing import Any, NamedTuple
 
 import jax
 import numpy as np
-from jaxtyping import Bool, Float64
+from jaxtyping import Bool, Float64, Int32, Shaped
 
 from jaxrl_lm.clock import Clock
 from jaxrl_lm.evaluate import CORRECT, reward_table
@@ -119,6 +119,7 @@ def _sample(
                 step=host.calls,
                 temperature=config.temperature,
                 policy_step=policy_step,
+                earlier=() if host.earlier is None else host.earlier.of(indices, group),
             )
         with clock("reward"):
             tables.append(reward_table(setup.rewards, sampled, group))
@@ -207,6 +208,8 @@ def _remember(setup: Setup, host: Host, fresh: Sequence[Judged]) -> None:
         host.prompts.observe(one.indices, rates, _mean_abs_advantages(one, group))
         if getattr(host.prompts, "table", None) is not host.rates:
             host.rates.observe(one.indices, rates)
+        if host.earlier is not None:
+            host.earlier.put(one.indices, one.sampled.completion_ids)
         if host.replay is not None:
             host.replay.put(
                 one.sampled, one.values, right.reshape(-1), one.valid, indices=one.indices, group_size=group
@@ -239,6 +242,7 @@ def _metrics(setup: Setup, host: Host, fresh: Sequence[Judged]) -> dict[str, flo
     sizes = np.array([len(ids) for one in fresh for ids in one.sampled.completion_ids])
     truncated = np.concatenate([one.sampled.truncated for one in fresh])
     ended = sizes[~truncated]
+    passes = [one.sampled.passes for one in fresh if one.sampled.passes is not None]
     return {
         **reward_metrics(setup.rewards, values, returns, sources if any(sources) else None, setup.config.true_reward),
         "reward": float(plain[valid].mean()) if valid.any() else float("nan"),
@@ -251,4 +255,13 @@ def _metrics(setup: Setup, host: Host, fresh: Sequence[Judged]) -> dict[str, flo
         "completions/max_length": float(sizes.max()),
         "completions/mean_terminated_length": float(ended.mean()) if len(ended) else float("nan"),
         "completions/clipped_ratio": float(truncated.mean()),
+        **(speculation_metrics(np.concatenate(passes), sizes) if passes else {}),
+    }
+
+
+def speculation_metrics(passes: Int32[np.ndarray, " N"], sizes: Shaped[np.ndarray, " N"]) -> dict[str, float]:
+    """How far guesses went: tokens kept of each pass of a row, of which the first needs no guess, and passes in all."""
+    return {
+        "speculation/passes": float(passes.sum()),
+        "speculation/tokens_per_pass": float(sizes.sum() / passes.sum()),
     }

@@ -163,6 +163,7 @@ def make_sampler(
         max_new_tokens=sampling.max_new_tokens,
         pad_token_id=sampling.pad_token_id,
         stops=None if table is None else place(table, steps.placement.rollout.replicated),
+        drafts=bool(sampling.num_speculative_tokens) and sampling.speculative_source == "last_epoch",
     )
 
 

@@ -5,19 +5,24 @@ References: the same requests decoded plainly, a search of n-grams by loops, the
 
 import dataclasses
 import functools
+import json
 
 import jax
 import jax.numpy as jnp
 import numpy as np
+import pyarrow.parquet as pq
 import pytest
+import tiny_run
 from test_generate import EOS, PATHS, Chain, completions, greedy, random_params, requests, same, stop_rows
 from test_slots import GROUP, LIMITS, NEW, ROWS, SEGMENTS, TEMPERATURE, TOKENS
 
 from jaxrl_lm import speculate
+from jaxrl_lm.checkpoint import Checkpoints
 from jaxrl_lm.config import SamplingConfig
 from jaxrl_lm.generate import decode as decode_plainly
 from jaxrl_lm.generate import prepare_decode, read_prompts, start
 from jaxrl_lm.models import build, decode_specs
+from jaxrl_lm.rollout import Earlier
 from jaxrl_lm.score import score
 from jaxrl_lm.sharding import Plan, make_mesh
 
@@ -104,11 +109,10 @@ def test_samples_are_those_without(sampler, slots, truncation):
 
 def test_greedy_rows_that_repeat_themselves_take_few_passes(sampler):
     """Prompt lookup in three slots finds the periods that long rows of temperature 0 end in; others are drawn."""
-    plain, found = sampler(eos=()), sampler("prompt_lookup", eos=(), slots=3)
+    plain, found = sampler(), sampler("prompt_lookup", slots=3)
     few, drawn = close(found(asked(temperature=0.0, max_new=NEW)), plain(asked(temperature=0.0, max_new=NEW)))
     assert few < 0.8 * drawn
-    few, drawn = close(found(asked()), plain(asked()))
-    assert few < drawn
+    close(found(asked()), plain(asked()))
 
 
 def test_the_samplers_logprobs_are_the_scorers(sampler, model, params):
@@ -184,6 +188,8 @@ def test_passes_of_chunks_are_those_of_one_run(model, weights):
     jax.tree.map(np.testing.assert_array_equal, whole.results, state.results)
     np.testing.assert_array_equal(whole.passes, state.passes)
     assert int(whole.passes.sum()) == int(whole.busy)
+    with pytest.raises(ValueError, match="num_speculative_tokens: this loop reads one token a pass"):
+        decode_plainly(weights, given, state, model=model, sampling=sampling)
     assert int(whole.step) < np.asarray(whole.results.action_mask).sum() / 4 + NEW
 
 
@@ -199,15 +205,12 @@ def test_rows_end_where_they_would_without():
     pieces = ["?", "1", "<a", "3", "nsw", "er> ", "6</", "answer>7", "the </an", "swer>", *map(str, range(10, 16))]
     table = stop_rows(pieces, ("</answer>",))
     prompts = [[2], [9], [8], [11], [10], [3]]
-    for limits in (7, [7, 7, 2, 1, 5, 0]):
-        for stops in (table, None):
-            wanted = greedy(plain, prompts, stops=stops, max_new=limits)
-            found = greedy(
-                lambda given, stops: compiled(chain.params, given, stops), prompts, stops=stops, max_new=limits
-            )
-            close(found, wanted)
-            assert completions(found) == completions(wanted)
-    assert int(found.passes[4]) == 3  # five of 3 3 3 …: two passes without a guess, as 3 is not known before, and 1 + 3
+    for limits in ([7, 7, 2, 1, 5, 0], 7):
+        wanted = greedy(plain, prompts, stops=table, max_new=limits)
+        found = greedy(lambda given, stops: compiled(chain.params, given, stops), prompts, stops=table, max_new=limits)
+        close(found, wanted)
+    assert completions(found) == [[4, 5, 6, 7], [8, 9], [9, 8, 9], [12, 14], [3] * 7, [3] * 7]
+    assert int(found.passes[4]) == 4  # 3 3 3 …: two passes without a guess, as 3 is not known before, then 4 and 1
 
 
 # --- drafts -----------------------------------------------------------------------------------------------------------
@@ -271,6 +274,55 @@ def test_drafts_that_do_not_fit(model, weights):
         ValueError, match=r"drafts of shape \(24, 3\): must be a row a request and a column a token, \(24"
     ):
         sample(asked(drafts=np.zeros((ROWS, 3))), "last_epoch")
-    given = asked()
-    with pytest.raises(ValueError, match="num_speculative_tokens: this loop reads one token a pass"):
-        decode_plainly(weights, given, state, model=model, sampling=sampling_of("prompt_lookup"))
+
+
+# --- runs -------------------------------------------------------------------------------------------------------------
+
+
+def test_a_run_guesses_from_its_last_epoch_and_goes_on_bit_for_bit(cached, tmp_path):
+    """Every step samples all prompts; what they were completed with is part of a checkpoint."""
+    data = tiny_run.write_rows(tmp_path / "train.jsonl", tiny_run.problems("train", 2))
+    model, found = tiny_run.save_model(tmp_path / "model"), {}
+    plain = {"eval_dataset": {}, "reward": ("tiny_run:digits",), "reward_weights": (), "true_reward": None}
+    plain |= {"mesh": {"data": 8}, "beta": 0.0, "num_iterations": 1, "minibatch_completions": None, "eval_steps": 0}
+    plain |= {
+        "probe_prompts": 0,
+        "prompt_buckets": (),
+        "prompts_per_step": 2,
+        "temperature": 0.4,
+        "learning_rate": 1e-3,
+    }
+    plain |= {"num_speculative_tokens": DRAFT, "speculative_source": "last_epoch"}
+    for name, stops in (("straight", (3,)), ("resumed", (2, 3))):
+        for steps in stops:
+            given = tiny_run.options(model, {"train": data, "test": data, "ood": data}, tmp_path / name, **plain)
+            run, _ = tiny_run.run(given | {"max_steps": steps})
+        found[name] = tiny_run.bits(run.state), pq.read_table(run.directory / "completions" / "step_000003.parquet")
+        with Checkpoints(run.directory / "checkpoints", read_only=True) as checkpoints:
+            kept = checkpoints.restore_host()["host"]["earlier"]
+        assert sorted(kept["indices"]) == [0, 1]
+        assert kept["counts"] == [4, 4]
+        found[name] += (kept,)
+        metrics = run.metrics
+    assert found["straight"][0] == found["resumed"][0]
+    assert found["straight"][1].equals(found["resumed"][1])
+    assert found["straight"][2] == found["resumed"][2]
+    assert metrics[-1]["speculation/tokens_per_pass"] > 1.3
+    drawn = 8 * metrics[-1]["completions/mean_length"]
+    assert metrics[-1]["speculation/passes"] == pytest.approx(drawn / metrics[-1]["speculation/tokens_per_pass"])
+
+
+def test_earlier_completions_come_back():
+    earlier = Earlier()
+    earlier.put([4, 2], [[1, 2, 3], [], [5], [6, 7]])
+    earlier.put([2], [[8, 9], [5]])
+    again = Earlier()
+    again.load(json.loads(json.dumps(earlier.state())))
+    for one in (earlier, again):
+        assert [ids.tolist() for ids in one.of([2, 7, 4], 3)] == [[8, 9], [5], [], [], [], [], [1, 2, 3], [], []]
+        assert len(one) == 2
+    empty = Earlier()
+    empty.load(json.loads(json.dumps(Earlier().state())))
+    assert len(empty) == 0
+    with pytest.raises(ValueError, match="3 completions are not a multiple of 2 prompts"):
+        earlier.put([0, 1], [[1]] * 3)

@@ -9,7 +9,7 @@ from typing import Any, NamedTuple
 
 import jax
 import numpy as np
-from jaxtyping import Array, Float
+from jaxtyping import Array, Float, Int32
 
 from jaxrl_lm.data import choose_bucket, left_pad
 from jaxrl_lm.distributed import gather, spread
@@ -33,6 +33,7 @@ class Sampled(NamedTuple):
     completion_ids: list[list[int]]  # the tokens that the policy chose
     logprob_sums: np.ndarray  # [count], of these tokens
     truncated: np.ndarray  # [count]
+    passes: np.ndarray | None = None  # [count], forward passes of decoding; None: one a token, or not known
 
 
 @dataclasses.dataclass(frozen=True)
@@ -47,6 +48,7 @@ class Sampler:
     max_new_tokens: int
     pad_token_id: int
     stops: Any = None  # table of stop strings on the devices
+    drafts: bool = False  # earlier completions go with the requests
 
     def __call__(
         self,
@@ -60,8 +62,11 @@ class Sampler:
         temperature: Float[np.ndarray, "N"] | float,
         policy_step: int,
         first_only: bool = False,
+        earlier: Sequence[np.ndarray] = (),
     ) -> Sampled:
         """G completions of each of the prompts `indices` (at most `prompts_per_call`); `first_only`: the first of each.
+
+        `earlier`: completions that speculation guesses from, one a row, which may be empty; read where `drafts` says so.
 
         Keys are a function of (key, purpose, step, row). Raises ValueError if a prompt fits no bucket.
         """
@@ -74,11 +79,12 @@ class Sampler:
         limits = np.where(sampled, self.max_new_tokens, 0).astype(np.int32)
         temperature = np.broadcast_to(np.asarray(temperature, np.float32), (rows,))
         keys = self.steps.row_keys(key, np.int32(purpose), np.int32(step))
-        requests = Requests(tokens, segment_ids, keys, limits, temperature, np.int32(policy_step))
+        drafts = self._drafts(earlier, rows) if self.drafts else None
+        requests = Requests(tokens, segment_ids, keys, limits, temperature, np.int32(policy_step), drafts)
         requests = self.steps.place_rollout(requests)
         rollout = self.steps.generate(decode_params, requests, self.stops)
-        chosen, mask, logprobs, truncated = gather(
-            (rollout.tokens, rollout.action_mask, rollout.logprobs, rollout.truncated)
+        chosen, mask, logprobs, truncated, passes = gather(
+            (rollout.tokens, rollout.action_mask, rollout.logprobs, rollout.truncated, rollout.passes)
         )
         completion_ids = [chosen[n, mask[n]].tolist() for n in range(count)]
         decode = lambda own: self.tokenizer.batch_decode(completion_ids[own.start : own.stop], skip_special_tokens=True)
@@ -94,4 +100,11 @@ class Sampler:
             completion_ids=completion_ids,
             logprob_sums=np.where(mask, logprobs, 0.0).sum(1)[:count],
             truncated=truncated[:count],
+            passes=None if passes is None else passes[:count],
         )
+
+    def _drafts(self, earlier: Sequence[np.ndarray], rows: int) -> Int32[np.ndarray, "N C"]:
+        drafts = np.full((rows, self.max_new_tokens), -1, np.int32)
+        for row, ids in zip(drafts, earlier, strict=False):
+            row[: len(ids)] = ids
+        return drafts
