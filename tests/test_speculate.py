@@ -199,19 +199,26 @@ def test_passes_of_chunks_are_those_of_one_run(model, weights):
 
 def test_rows_end_where_they_would_without():
     """By an eos, a stop string that spans tokens, a limit, in the middle of a draft; what was drawn after it is gone."""
-    chain = Chain(PATHS)
-    plain = chain.sampler(eos=(14,))
-    sampling = sampling_of("prompt_lookup", eos=(14,), new=7)
+    chain, sampling = Chain(PATHS), sampling_of("prompt_lookup", eos=(14,), new=7)
     compiled = jax.jit(functools.partial(speculate.generate, model=chain.model, sampling=sampling))
+    sample = lambda given, stops: compiled(chain.params, given, stops)
     pieces = ["?", "1", "<a", "3", "nsw", "er> ", "6</", "answer>7", "the </an", "swer>", *map(str, range(10, 16))]
     table = stop_rows(pieces, ("</answer>",))
     prompts = [[2], [9], [8], [11], [10], [3]]
-    for limits in ([7, 7, 2, 1, 5, 0], 7):
-        wanted = greedy(plain, prompts, stops=table, max_new=limits)
-        found = greedy(lambda given, stops: compiled(chain.params, given, stops), prompts, stops=table, max_new=limits)
-        close(found, wanted)
-    assert completions(found) == [[4, 5, 6, 7], [8, 9], [9, 8, 9], [12, 14], [3] * 7, [3] * 7]
-    assert int(found.passes[4]) == 4  # 3 3 3 …: two passes without a guess, as 3 is not known before, then 4 and 1
+    whole = [[4, 5, 6, 7], [8, 9], [9, 8, 9], [12, 14], [3] * 7, [3] * 7]
+    rollout = greedy(sample, prompts, stops=table)
+    assert completions(rollout) == whole
+    np.testing.assert_array_equal(rollout.truncated, [False] * 4 + [True] * 2)
+    # 3 3 3 …: two passes without a guess, as 3 is not known before, then 4 and 1; after a prompt of 3 one pass without.
+    np.testing.assert_array_equal(rollout.passes, [4, 2, 3, 2, 4, 3])
+    limits = [7, 7, 2, 1, 5, 0]
+    rollout = greedy(sample, prompts, stops=table, max_new=limits)
+    assert completions(rollout) == [tokens[:limit] for tokens, limit in zip(whole, limits, strict=True)]
+    np.testing.assert_array_equal(rollout.truncated, [False, False, True, True, True, False])
+    mask = np.asarray(rollout.action_mask)
+    assert (np.asarray(rollout.tokens)[:, 2:][~mask[:, 2:]] == 0).all()
+    assert (np.asarray(rollout.logprobs)[~mask] == 0).all()
+    np.testing.assert_allclose(np.asarray(rollout.logprobs)[mask], -np.log1p(15 * np.exp(-9)), atol=1e-6)
 
 
 # --- drafts -----------------------------------------------------------------------------------------------------------
@@ -283,11 +290,15 @@ def test_drafts_that_do_not_fit(model, weights):
 def test_a_run_guesses_from_its_last_epoch_and_goes_on_bit_for_bit(cached, tmp_path):
     """Every step samples all prompts; what they were completed with is part of a checkpoint."""
     rows = tiny_run.write_rows(tmp_path / "train.jsonl", tiny_run.problems("train", 8))
-    model, data, found = tiny_run.save_model(tmp_path / "model"), {"train": rows, "test": rows, "ood": rows}, {}
+    model, data, found = (
+        tiny_run.save_model(tmp_path / "model", num_layers=1),
+        {"train": rows, "test": rows, "ood": rows},
+        {},
+    )
     own = {"eval_dataset": {}, "reward": ("tiny_run:digits",), "reward_weights": (), "true_reward": None, "beta": 0.0}
     own |= {"mesh": {"data": 8}, "num_iterations": 1, "minibatch_completions": None, "eval_steps": 0, "max_steps": 2}
     own |= {"probe_prompts": 0, "prompt_buckets": (), "prompts_per_step": 8, "num_generations": 2, "temperature": 0.1}
-    own |= {"num_speculative_tokens": DRAFT, "speculative_source": "last_epoch"}
+    own |= {"num_speculative_tokens": DRAFT, "speculative_source": "last_epoch", "learning_rate": 1e-4}
     for name in ("straight", "resumed"):
         run, printed = tiny_run.run(tiny_run.options(model, data, tmp_path / name, **own))
         assert ("resumed from step 1" in printed) == (name == "resumed")
