@@ -7,6 +7,7 @@ nor neighbours nor their order change a bit of it. How a token is drawn: `sampli
 pass: `models/decode.py`.
 """
 
+from collections.abc import Callable
 from typing import NamedTuple
 
 import jax
@@ -310,12 +311,13 @@ def generate(
     *,
     model: Model,
     sampling: SamplingConfig,
+    loop: Callable[..., DecodeState] = decode,
 ) -> Rollout:
-    """Sampled completions of the requested prompts: `read_prompts`, `start`, `decode` until all have ended, `collect`.
+    """Sampled completions of the requested prompts: `read_prompts`, `start`, `loop` until all have ended, `collect`.
 
     The log-probs are those that `score` gives at the same temperature, `behaviour_logprobs` those of the distribution
     after top-k, top-p and min-p (None when these are off). A row is `truncated` when it ran into its limit. Raises
     ValueError as `start`.
     """
     state = start(read_prompts(params, requests, model=model), requests, model=model, sampling=sampling)
-    return collect(decode(params, requests, state, stops, model=model, sampling=sampling), requests, sampling=sampling)
+    return collect(loop(params, requests, state, stops, model=model, sampling=sampling), requests, sampling=sampling)

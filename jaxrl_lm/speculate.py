@@ -17,8 +17,9 @@ import jax.numpy as jnp
 from jaxtyping import Array, Bool, Int32
 
 from jaxrl_lm.config import SamplingConfig
-from jaxrl_lm.generate import EMPTY, DecodeState, _apart, _pick, _record, _refill, collect, read_prompts, start
-from jaxrl_lm.generate import generate as one_by_one
+from jaxrl_lm.generate import EMPTY, DecodeState, _apart, _pick, _record, _refill
+from jaxrl_lm.generate import decode as one_by_one
+from jaxrl_lm.generate import generate as generate_by
 from jaxrl_lm.models import Model, extend, next_logits
 from jaxrl_lm.sampling import Drawn, draw
 from jaxrl_lm.types import Params, Requests, Rollout
@@ -104,7 +105,12 @@ def decode(
     model: Model,
     sampling: SamplingConfig,
 ) -> DecodeState:
-    """`generate.decode` with `num_speculative_tokens` guesses a pass. Raises ValueError for drafts that do not fit."""
+    """`generate.decode`, with `num_speculative_tokens` guesses a pass; without where they are off.
+
+    Raises ValueError for drafts that do not fit.
+    """
+    if not sampling.num_speculative_tokens:
+        return one_by_one(params, requests, state, stops, until, model=model, sampling=sampling)
     _check(requests, sampling)
     parts, own = state.next.shape[0], state.results.ended.shape[0] // state.next.shape[0]
     rows, slots, places = state.results.ended.shape[0], state.request.shape[0], 1 + sampling.num_speculative_tokens
@@ -113,11 +119,11 @@ def decode(
     prompts = prompts_of(requests)
 
     def body(state: DecodeState) -> DecodeState:
-        active, request = state.request != EMPTY, jnp.maximum(state.request, 0)
+        active, request = state.request > EMPTY, jnp.maximum(state.request, 0)
         of = lambda x: _pick(x, request, parts)
         draft = propose(requests, state, prompts, sampling=sampling)
         read = jnp.concatenate([state.token[:, None], jnp.maximum(draft, 0)], axis=1)
-        hidden, cache = extend(params, read, state.cache, model=model, count=jnp.zeros((slots,), jnp.int32))
+        hidden, cache = extend(params, read, state.cache, model=model, count=active.astype(jnp.int32))
         drawn_so_far = state.drawn[:, None] + jnp.arange(places, dtype=jnp.int32)[None]
         flat = lambda x: x.reshape(slots * places, *x.shape[2:])
         each = lambda x: jnp.repeat(x, places, axis=0)
@@ -127,8 +133,8 @@ def decode(
         token = jnp.where(each(active), drawn.token, sampling.pad_token_id).reshape(slots, places)
         over, stop_states = _over(state, token, stops, sampling)
         ends = over | (drawn_so_far + 1 >= of(limits)[:, None])
-        goes_on = (token[:, :-1] == draft) & ~ends[:, :-1]
-        counts = jnp.concatenate([active[:, None], goes_on], axis=1).astype(jnp.int32).cumprod(axis=1).astype(bool)
+        follows = (token[:, :-1] == draft) & ~ends[:, :-1]
+        counts = jnp.concatenate([active[:, None], follows], axis=1).astype(jnp.int32).cumprod(axis=1).astype(bool)
         results = _record_each(state, Drawn(token, drawn.logprob, drawn.behaviour_logprob), counts, over, parts)
         count = counts.sum(1, dtype=jnp.int32)
         last = lambda x: jnp.take_along_axis(x, jnp.maximum(count - 1, 0)[:, None], axis=1)[:, 0]
@@ -139,7 +145,7 @@ def decode(
             drawn=state.drawn + count,
             token=last(token),
             stop_state=jnp.where(active, last(stop_states), state.stop_state),
-            cache=cache._replace(lengths=cache.lengths + count),
+            cache=cache._replace(lengths=state.cache.lengths + count),
             results=results,
             passes=_one_more(state, parts),
         )
@@ -212,7 +218,4 @@ def generate(
 
     Raises ValueError as `start`, and for drafts that do not fit.
     """
-    if not sampling.num_speculative_tokens:
-        return one_by_one(params, requests, stops, model=model, sampling=sampling)
-    state = start(read_prompts(params, requests, model=model), requests, model=model, sampling=sampling)
-    return collect(decode(params, requests, state, stops, model=model, sampling=sampling), requests, sampling=sampling)
+    return generate_by(params, requests, stops, model=model, sampling=sampling, loop=decode)
