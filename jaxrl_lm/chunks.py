@@ -15,8 +15,9 @@ from jaxtyping import Array, Bool, Int32
 from jaxrl_lm import generate
 from jaxrl_lm.config import SamplingConfig
 from jaxrl_lm.distributed import gather, one_at_a_time
-from jaxrl_lm.generate import EMPTY, DecodeState, decode
+from jaxrl_lm.generate import EMPTY, DecodeState
 from jaxrl_lm.models import Model
+from jaxrl_lm.speculate import decode
 from jaxrl_lm.types import Params, Requests, Rollout
 
 

@@ -10,7 +10,7 @@ from typing import Any, NamedTuple
 
 import jax
 import numpy as np
-from jaxtyping import Bool, Float64
+from jaxtyping import Bool, Float64, Int32, Shaped
 
 from jaxrl_lm.beside import Beside
 from jaxrl_lm.clock import Clock
@@ -128,7 +128,7 @@ def _sample(
     for _ in range(config.oversample):
         host.calls += 1
         sampled, values = _sample_and_judge(
-            setup, decode_params, key, indices, call=host.calls, policy_step=policy_step, clock=clock
+            setup, host, decode_params, key, indices, policy_step=policy_step, clock=clock
         )
         tables.append(values)
         calls.append(sampled)
@@ -152,20 +152,22 @@ def _sample(
 
 
 def _sample_and_judge(
-    setup: Setup, decode_params, key, indices: list[int], *, call: int, policy_step: int, clock: Clock
+    setup: Setup, host: Host, decode_params, key, indices: list[int], *, policy_step: int, clock: Clock
 ) -> tuple[Sampled, np.ndarray]:
     """G completions of each prompt and their rewards [n F]; the latter while others still decode, with decode_chunk."""
     config, group = setup.config, setup.config.num_generations
     options = {"temperature": config.temperature, "policy_step": policy_step}
+    options |= {"purpose": TRAIN, "step": host.calls}
+    options["earlier"] = () if host.earlier is None else host.earlier.of(indices, group)
     given = (decode_params, key, setup.prompts, indices)
     if config.decode_chunk is None:
         with clock("generate"):
-            sampled = setup.sampler(*given, purpose=TRAIN, step=call, **options)
+            sampled = setup.sampler(*given, **options)
         with clock("reward"):
             return sampled, reward_table(setup.rewards, sampled, group)
     with Beside(setup.rewards, setup.prompts, indices, tokenizer=setup.tokenizer, group_size=group) as beside:
         with clock("generate"):
-            sampled = setup.sampler(*given, purpose=TRAIN, step=call, beside=beside, **options)
+            sampled = setup.sampler(*given, beside=beside, **options)
         with clock("reward"):  # what is left of them
             values = beside.table(sampled)
     clock.beside["reward"] += beside.seconds
@@ -237,6 +239,8 @@ def _remember(setup: Setup, host: Host, fresh: Sequence[Judged]) -> None:
         host.prompts.observe(one.indices, rates, _mean_abs_advantages(one, group))
         if getattr(host.prompts, "table", None) is not host.rates:
             host.rates.observe(one.indices, rates)
+        if host.earlier is not None:
+            host.earlier.put(one.indices, one.sampled.completion_ids)
         if host.replay is not None:
             host.replay.put(
                 one.sampled, one.values, right.reshape(-1), one.valid, indices=one.indices, group_size=group
@@ -269,6 +273,7 @@ def _metrics(setup: Setup, host: Host, fresh: Sequence[Judged]) -> dict[str, flo
     sizes = np.array([len(ids) for one in fresh for ids in one.sampled.completion_ids])
     truncated = np.concatenate([one.sampled.truncated for one in fresh])
     ended = sizes[~truncated]
+    passes = [one.sampled.passes for one in fresh if one.sampled.passes is not None]
     return {
         **reward_metrics(setup.rewards, values, returns, sources if any(sources) else None, setup.config.true_reward),
         "reward": float(plain[valid].mean()) if valid.any() else float("nan"),
@@ -281,4 +286,13 @@ def _metrics(setup: Setup, host: Host, fresh: Sequence[Judged]) -> dict[str, flo
         "completions/max_length": float(sizes.max()),
         "completions/mean_terminated_length": float(ended.mean()) if len(ended) else float("nan"),
         "completions/clipped_ratio": float(truncated.mean()),
+        **(speculation_metrics(np.concatenate(passes), sizes) if passes else {}),
+    }
+
+
+def speculation_metrics(passes: Int32[np.ndarray, " N"], sizes: Shaped[np.ndarray, " N"]) -> dict[str, float]:
+    """How far guesses went: tokens kept of each pass of a row, of which the first needs no guess, and passes in all."""
+    return {
+        "speculation/passes": float(passes.sum()),
+        "speculation/tokens_per_pass": float(sizes.sum() / passes.sum()),
     }

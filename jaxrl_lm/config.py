@@ -19,6 +19,8 @@ from jaxrl_lm.algorithm_config import (
     RatioOptions,
 )
 
+SOURCES = ("prompt_lookup", "last_epoch")  # of speculation's drafts
+
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class SamplingConfig:
@@ -43,6 +45,9 @@ class SamplingConfig:
     vocabulary_mask: bool = False  # with the table of a grammar
     kv_cache_dtype: str | None = None  # int8, or None: that of the computation
     observation_columns: int | None = None  # tokens that a turn's row is given at once, at most; None: it is over
+    num_speculative_tokens: int | None = None  # read beside each new token, see speculate.py; None, 0: none
+    speculative_source: str = "prompt_lookup"
+    prompt_lookup_max: int = 3
 
     def __post_init__(self):
         if self.observation_columns is not None and self.observation_columns < 1:
@@ -65,6 +70,28 @@ class SamplingConfig:
             if value is not None and not 0.0 < value <= 1.0:
                 raise ValueError(f"{name}={value}: must be in (0, 1] (leave it out to turn it off)")
         self._check_rules()
+        self._check_speculation()
+
+    def _check_speculation(self) -> None:
+        draft = self.num_speculative_tokens or 0
+        if draft < 0:
+            raise ValueError(f"num_speculative_tokens={draft}: must be at least 1 (leave it out to turn it off)")
+        if draft >= self.max_new_tokens:
+            raise ValueError(
+                f"num_speculative_tokens={draft}: must be below the {self.max_new_tokens} new tokens that a row has room "
+                "for (max_completion_length)"
+            )
+        if self.speculative_source not in SOURCES:
+            raise ValueError(f"speculative_source={self.speculative_source!r} is unknown: use {' or '.join(SOURCES)}")
+        other = self.changes_logits or self.forces or self.observation_columns is not None
+        if draft and other:
+            raise ValueError(
+                "num_speculative_tokens with rules of drawing (repetition_penalty, logit_bias, suppress_tokens, "
+                "allowed_token_ids, min_new_tokens, forced_tokens, max_thinking_tokens, vocabulary_mask) or "
+                "observation_columns: guesses do not follow them; leave one of the two out"
+            )
+        if self.prompt_lookup_max < 1:
+            raise ValueError(f"prompt_lookup_max={self.prompt_lookup_max}: at least 1 token must match")
 
     @property
     def truncates(self) -> bool:
@@ -231,6 +258,12 @@ class SamplingOptions:
     """Rows that are decoded at once, over all devices; one that ends gives its slot to the next. None: all of a step."""
     kv_cache_dtype: Literal["int8"] | None = None
     """Of the keys and values that generation keeps; None: that of the computation."""
+    num_speculative_tokens: int | None = None
+    """Tokens guessed ahead that each pass of decoding reads beside the new one; None, 0: none. Samples are as without."""
+    speculative_source: Literal["prompt_lookup", "last_epoch"] = "prompt_lookup"
+    """Where guesses come from: the row's own text, or in training what its prompt was last completed with."""
+    prompt_lookup_max: int = 3
+    """Last tokens of a row, at most, whose other place in that text is looked for."""
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)

@@ -7,6 +7,7 @@ nor neighbours nor their order change a bit of it. How a token is drawn: `sampli
 pass: `models/decode.py`.
 """
 
+from collections.abc import Callable
 from typing import NamedTuple
 
 import jax
@@ -71,6 +72,7 @@ class DecodeState(NamedTuple):
     order: Int32[Array, "D n"]  # the rows that ask for tokens, first to last, then the others; D parts of n rows
     total: Int32[Array, "D"]  # how many ask
     rules: RuleState | None = None  # what rules remember of the row of each slot
+    passes: Int32[Array, "N"] | None = None  # of each row with speculation (speculate.py)
 
 
 def prepare_decode(params: Params, *, model: Model) -> Params:
@@ -145,7 +147,8 @@ def start(prefixes: Prefixes, requests: Requests, *, model: Model, sampling: Sam
         prompt = jnp.maximum(request, 0) // (rows // prompts)
         pick = lambda x: _pick(x, prompt, parts)
     columns = prefixes.cache.columns
-    more = room_for(columns + new + (sampling.observation_columns or 0)) - columns
+    draft = sampling.num_speculative_tokens or 0  # columns that a pass may write and not keep
+    more = room_for(columns + new + draft + (sampling.observation_columns or 0)) - columns
     layers = tuple(wider(*jax.tree.map(pick, layer), more) for layer in prefixes.cache.layers)
     layers = jax.tree.map(model.constrain_kv, layers)
     empty = jnp.zeros((rows, new), jnp.float32)
@@ -172,6 +175,7 @@ def start(prefixes: Prefixes, requests: Requests, *, model: Model, sampling: Sam
         order=order,
         total=total,
         rules=first_rules(sampling, slots, None if seen is None else pick(seen)),
+        passes=jnp.zeros((rows,), jnp.int32) if draft else None,
     )
 
 
@@ -214,10 +218,13 @@ def decode(
     sampling: SamplingConfig,
 ) -> DecodeState:
     """The state when every row has ended, or after pass number `until`; `stops` is the table of `stops.stop_table`, or
-    all tables of the rules. Raises ValueError as `check_rules`.
+    all tables of the rules.
 
-    With `observation_columns` a row whose turn has ended keeps its slot, and waits there (`turns.py`).
+    With `observation_columns` a row whose turn has ended keeps its slot, and waits there (`turns.py`). Raises ValueError as
+    `check_rules`, and where speculation is asked for, whose loop is in `speculate.py`.
     """
+    if sampling.num_speculative_tokens:
+        raise ValueError("num_speculative_tokens: this loop reads one token a pass, use the one of jaxrl_lm.speculate")
     tables = stops if isinstance(stops, Tables) else Tables(stops)
     check_rules(sampling, tables, model.config.vocab_size)
     stops, seen = tables.stops, _seen(requests, model, sampling)
@@ -358,6 +365,7 @@ def collect(state: DecodeState, requests: Requests, *, sampling: SamplingConfig)
         truncated=(requests.max_new > 0) & ~results.ended,
         turn_ids=turn,
         policy_step=jnp.where(action_mask, requests.policy_step, 0),
+        passes=state.passes,
     )
 
 
@@ -368,8 +376,9 @@ def generate(
     *,
     model: Model,
     sampling: SamplingConfig,
+    loop: Callable[..., DecodeState] = decode,
 ) -> Rollout:
-    """Sampled completions of the requested prompts: `read_prompts`, `start`, `decode` until all have ended, `collect`.
+    """Sampled completions of the requested prompts: `read_prompts`, `start`, `loop` until all have ended, `collect`.
 
     The log-probs are those that `score` gives at the same temperature, with an int8 cache up to its rounding, which the
     tokens were drawn with; `behaviour_logprobs` those of the distribution after rules, top-k, top-p and min-p (None when
@@ -377,4 +386,4 @@ def generate(
     ran into its limit. Raises ValueError as `start` and `decode`.
     """
     state = begin(params, requests, model=model, sampling=sampling)
-    return collect(decode(params, requests, state, stops, model=model, sampling=sampling), requests, sampling=sampling)
+    return collect(loop(params, requests, state, stops, model=model, sampling=sampling), requests, sampling=sampling)

@@ -10,7 +10,7 @@ from typing import Any
 
 from jaxrl_lm import algos
 from jaxrl_lm.config import GRPOConfig
-from jaxrl_lm.rollout import CategoryBandit, Curriculum, Replay, Shuffled, SolveRates, categories_of
+from jaxrl_lm.rollout import CategoryBandit, Curriculum, Earlier, Replay, Shuffled, SolveRates, categories_of
 
 MOVING = ("tokens", "calls", "updates", "kl_coef", "entropy_coef", "entropy_bonus", "lr_scale", "scored", "spent")
 
@@ -31,6 +31,7 @@ class Host:
     tokens: int = 0  # sampled so far, with their prompts
     calls: int = 0  # of the sampler; no two calls share a key
     updates: int = 0  # minibatches built so far
+    earlier: Earlier | None = None  # completions that speculation guesses from
 
     def state(self) -> dict[str, Any]:
         """A JSON table."""
@@ -39,6 +40,7 @@ class Host:
         return saved | {
             "rates": None if own else self.rates.state(),
             "replay": None if self.replay is None else self.replay.state(),
+            "earlier": None if self.earlier is None else self.earlier.state(),
         }
 
     def load(self, state: Mapping[str, Any], *, rows: Sequence[Mapping[str, Any]]) -> None:
@@ -50,6 +52,8 @@ class Host:
             self.rates.load(state["rates"])
         if self.replay is not None:
             self.replay.load(state["replay"], rows=rows)
+        if self.earlier is not None:
+            self.earlier.load(state["earlier"])
 
     def adapt(self, config: GRPOConfig, *, kl: float, entropy: float, completions: int) -> None:
         """Moves the coefficients after a step that saw this KL (nats a completion) and entropy (nats a token)."""
@@ -85,4 +89,5 @@ def make_host(config: GRPOConfig, rows: Sequence[Mapping[str, Any]], beta: float
         kl_coef=beta,
         entropy_coef=config.entropy_coef,
         entropy_bonus=config.entropy_coef,
+        earlier=Earlier() if config.num_speculative_tokens and config.speculative_source == "last_epoch" else None,
     )

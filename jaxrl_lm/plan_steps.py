@@ -149,6 +149,9 @@ def trace_steps(
         slots=config.decode_slots,
         **rules_of(config, None),
         kv_cache_dtype=config.kv_cache_dtype,
+        num_speculative_tokens=config.num_speculative_tokens,
+        speculative_source=config.speculative_source,
+        prompt_lookup_max=config.prompt_lookup_max,
     )
     steps, _ = compile_run(
         config,

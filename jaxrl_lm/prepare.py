@@ -146,6 +146,9 @@ def make_sampling(config: Any, tokenizer, generation: dict[str, Any]) -> Samplin
         slots=config.decode_slots,
         **rules_of(config, tokenizer),
         kv_cache_dtype=config.kv_cache_dtype,
+        num_speculative_tokens=config.num_speculative_tokens,
+        speculative_source=config.speculative_source,
+        prompt_lookup_max=config.prompt_lookup_max,
     )
 
 
@@ -164,6 +167,7 @@ def make_sampler(
         pad_token_id=sampling.pad_token_id,
         stops=jax.tree.map(lambda x: place(x, steps.placement.rollout.replicated), table),
         forces=sampling.forces,
+        drafts=bool(sampling.num_speculative_tokens) and sampling.speculative_source == "last_epoch",
     )
 
 

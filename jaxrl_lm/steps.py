@@ -21,7 +21,7 @@ from jaxrl_lm.chunks import Chunks, advance, begin
 from jaxrl_lm.config import SamplingConfig
 from jaxrl_lm.credit import Credit, CreditRule
 from jaxrl_lm.distributed import place
-from jaxrl_lm.generate import collect, generate, prepare_decode
+from jaxrl_lm.generate import collect, prepare_decode
 from jaxrl_lm.models import (
     LoraConfig,
     Model,
@@ -45,6 +45,7 @@ from jaxrl_lm.rows import (
     whole,
 )
 from jaxrl_lm.sharding import Plan, move, on_host
+from jaxrl_lm.speculate import generate
 from jaxrl_lm.types import (
     CriticBatch,
     ImplicitBatch,
@@ -328,7 +329,7 @@ def _generation(
         in_shardings=(policy, base),
         out_shardings=placement.train.tree(specs) if placement.apart else read,
     )
-    requests = Requests(split, split, split, split, split, policy_step=every)
+    requests = Requests(split, split, split, split, split, policy_step=every, drafts=split)
     parts = {"model": sampled, "sampling": sampling}
     return {
         "lay_out": laid,

@@ -26,6 +26,7 @@ class Requests(NamedTuple):
     max_new: Int32[Array, "N"]  # at most this many new tokens; 0 = the row is not sampled
     temperature: Float[Array, "N"]  # 0 = argmax
     policy_step: Int32[Array, ""]  # the optimiser step whose weights sample
+    drafts: Int32[Array, "N C"] | None = None  # what speculation guesses: earlier completions, −1 after their end
 
 
 class Rollout(NamedTuple):
@@ -39,6 +40,7 @@ class Rollout(NamedTuple):
     truncated: Bool[Array, "N"]  # the row ran into its limit
     turn_ids: Int32[Array, "N T"]  # 0 = not our action, else the number of the turn
     policy_step: Int32[Array, "N T"]  # the optimiser step whose weights sampled the token; 0 off the mask
+    passes: Int32[Array, "N"] | None = None  # forward passes that the row took; None: one a token
 
 
 class Layout(NamedTuple):

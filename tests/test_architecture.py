@@ -33,7 +33,7 @@ LAYERS = (
     ("models",),
     ("logit_rules", "placement", "sampling", "score"),
     ("credit", "generate", "update"),
-    ("turns",),
+    ("speculate", "turns"),
     ("batch", "chunks", "distill", "fit_batches", "fit_objectives", "objectives", "rows"),
     ("hlo_loops", "steps"),
     ("decode_steps", "fit_steps"),

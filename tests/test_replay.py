@@ -55,7 +55,7 @@ def test_only_mixed_groups_are_kept_whole():
         rows = list(range(first, first + G))
         equal(group.sampled, join([(sampled, rows)], rows=G, pad_token_id=PAD))
         np.testing.assert_array_equal(group.rewards, rewards[rows])
-        assert all(isinstance(x, np.ndarray) for x in group.sampled.rollout)
+        assert all(isinstance(x, np.ndarray) for x in jax.tree.leaves(group.sampled.rollout))
     assert len(replay) == 0
 
 

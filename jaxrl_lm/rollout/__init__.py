@@ -1,8 +1,10 @@
 """The host's side of an episode: prompts in, completions out (`sampler.py`).
 
-Which prompts come next: `prompts.py`; which rows are trained on: `select.py`; which come back: `replay.py`.
+Which prompts come next: `prompts.py`; which rows are trained on: `select.py`; which come back: `replay.py`; what the
+next ones are guessed from: `earlier.py`.
 """
 
+from jaxrl_lm.rollout.earlier import Earlier
 from jaxrl_lm.rollout.prompts import (
     CategoryBandit,
     Curriculum,
@@ -23,6 +25,7 @@ __all__ = [
     "TRAIN",
     "CategoryBandit",
     "Curriculum",
+    "Earlier",
     "Group",
     "PromptSampling",
     "Replay",

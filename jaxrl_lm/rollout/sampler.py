@@ -9,7 +9,7 @@ from typing import Any, NamedTuple
 
 import jax
 import numpy as np
-from jaxtyping import Array, Float
+from jaxtyping import Array, Float, Int32
 
 from jaxrl_lm.chunks import sample_in_chunks
 from jaxrl_lm.data import choose_bucket, left_pad
@@ -34,6 +34,7 @@ class Sampled(NamedTuple):
     completion_ids: list[list[int]]  # the tokens of the completion: those that the policy chose, and forced ones
     logprob_sums: np.ndarray  # [count], of the tokens that the policy chose
     truncated: np.ndarray  # [count]
+    passes: np.ndarray | None = None  # [count], forward passes of decoding; None: one a token, or not known
 
 
 @dataclasses.dataclass(frozen=True)
@@ -50,6 +51,7 @@ class Sampler:
     stops: Any = None  # table of stop strings on the devices, or `logit_rules.Tables`
     forces: bool = False  # whether rules put tokens into rows that the policy did not choose
     source: Callable[..., Rollout] | None = None  # (indices, weights, requests, stops): what samples, if not `steps`
+    drafts: bool = False  # earlier completions go with the requests
 
     def __call__(
         self,
@@ -63,12 +65,15 @@ class Sampler:
         temperature: Float[np.ndarray, "N"] | float,
         policy_step: int,
         first_only: bool = False,
+        earlier: Sequence[np.ndarray] = (),
         beside: Any = None,
     ) -> Sampled:
         """G completions of each of the prompts `indices` (at most `prompts_per_call`); `first_only`: the first of each.
 
-        Keys are a function of (key, purpose, step, row). `beside` sees rows as they end (`beside.Beside`), where decoding
-        runs in chunks. Raises ValueError if a prompt fits no bucket.
+        `earlier`: completions that speculation guesses from, one a row, which may be empty; read where `drafts` says so.
+        `beside` sees rows as they end (`beside.Beside`), where decoding runs in chunks.
+
+        Keys are a function of (key, purpose, step, row). Raises ValueError if a prompt fits no bucket.
         """
         rows = self.prompts_per_call * self.group_size
         count = len(indices) * self.group_size
@@ -79,7 +84,8 @@ class Sampler:
         limits = np.where(sampled, self.max_new_tokens, 0).astype(np.int32)
         temperature = np.broadcast_to(np.asarray(temperature, np.float32), (rows,))
         keys = self.steps.row_keys(key, np.int32(purpose), np.int32(step))
-        requests = Requests(tokens, segment_ids, keys, limits, temperature, np.int32(policy_step))
+        drafts = self._drafts(earlier, rows) if self.drafts else None
+        requests = Requests(tokens, segment_ids, keys, limits, temperature, np.int32(policy_step), drafts)
         requests = self.steps.place_rollout(requests)
         if self.source is not None:
             rollout = self.source(filled, decode_params, requests, self.stops)
@@ -88,8 +94,8 @@ class Sampler:
         else:
             watch = None if beside is None else beside.watch
             rollout = sample_in_chunks(self.steps.chunks, decode_params, requests, self.stops, watch)
-        chosen, mask, logprobs, truncated = gather(
-            (rollout.tokens, rollout.action_mask, rollout.logprobs, rollout.truncated)
+        chosen, mask, logprobs, truncated, passes = gather(
+            (rollout.tokens, rollout.action_mask, rollout.logprobs, rollout.truncated, rollout.passes)
         )
         written = mask
         if self.forces:
@@ -108,4 +114,11 @@ class Sampler:
             completion_ids=completion_ids,
             logprob_sums=np.where(mask, logprobs, 0.0).sum(1)[:count],
             truncated=truncated[:count],
+            passes=None if passes is None else passes[:count],
         )
+
+    def _drafts(self, earlier: Sequence[np.ndarray], rows: int) -> Int32[np.ndarray, "N C"]:
+        drafts = np.full((rows, self.max_new_tokens), -1, np.int32)
+        for row, ids in zip(drafts, earlier, strict=False):
+            row[: len(ids)] = ids
+        return drafts
