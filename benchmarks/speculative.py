@@ -22,9 +22,8 @@ from peer_work import questions
 
 from jaxrl_lm.config import SamplingConfig
 from jaxrl_lm.data import left_pad
-from jaxrl_lm.generate import prepare_decode
+from jaxrl_lm.generate import generate, prepare_decode
 from jaxrl_lm.models import load
-from jaxrl_lm.speculate import generate
 from jaxrl_lm.types import Requests
 
 

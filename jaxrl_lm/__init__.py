@@ -13,13 +13,12 @@ from jaxrl_lm.config import (
 from jaxrl_lm.dpo import train_dpo
 from jaxrl_lm.fit import FitRun, fit
 from jaxrl_lm.fit_config import DPOConfig, PRMConfig, RewardConfig, SFTConfig
-from jaxrl_lm.generate import prepare_decode
+from jaxrl_lm.generate import generate, prepare_decode
 from jaxrl_lm.loop import Run, train
 from jaxrl_lm.reward_fit import train_prm, train_reward
 from jaxrl_lm.score import score
 from jaxrl_lm.seeds import train_seeds
 from jaxrl_lm.sft import train_sft
-from jaxrl_lm.speculate import generate
 from jaxrl_lm.steps import Steps, compile_steps
 from jaxrl_lm.types import CriticBatch, Frozen, PolicyBatch, Requests, Rollout, Scores, SFTBatch, TrainState
 from jaxrl_lm.update import update

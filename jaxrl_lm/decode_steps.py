@@ -14,7 +14,6 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Bool, Int32
 
-from jaxrl_lm import speculate
 from jaxrl_lm.config import SamplingConfig
 from jaxrl_lm.generate import DecodeState, Prefixes, begin, collect, decode, fork, start
 from jaxrl_lm.models import Model
@@ -173,7 +172,7 @@ def sample_from(
 ) -> tuple[DecodeState | None, Rollout]:
     """What `generate` gives for these requests, whose prompts the prefixes have read; and the state, to fork from."""
     state = start(prefixes, requests, model=model, sampling=sampling)
-    state = speculate.decode(params, requests, state, stops, model=model, sampling=sampling)
+    state = decode(params, requests, state, stops, model=model, sampling=sampling)
     return _light(state) if keep else None, collect(state, requests, sampling=sampling)
 
 

@@ -7,7 +7,6 @@ nor neighbours nor their order change a bit of it. How a token is drawn: `sampli
 pass: `models/decode.py`.
 """
 
-from collections.abc import Callable
 from typing import NamedTuple
 
 import jax
@@ -31,6 +30,7 @@ from jaxrl_lm.models.cache_write import narrow, turned
 from jaxrl_lm.models.kv_cache import wider
 from jaxrl_lm.sampling import Drawn, draw
 from jaxrl_lm.sharding import Plan
+from jaxrl_lm.speculate import Prompts, check_drafts, prompts_of, propose
 from jaxrl_lm.types import Params, Requests, Rollout
 
 EMPTY = -1  # in place of a slot's row
@@ -220,54 +220,63 @@ def decode(
     """The state when every row has ended, or after pass number `until`; `stops` is the table of `stops.stop_table`, or
     all tables of the rules.
 
-    With `observation_columns` a row whose turn has ended keeps its slot, and waits there (`turns.py`). Raises ValueError as
-    `check_rules`, and where speculation is asked for, whose loop is in `speculate.py`.
+    A pass reads the next token of each slot's row, and with `num_speculative_tokens` guesses of those that follow it
+    (`speculate.py`). With `observation_columns` a row whose turn has ended keeps its slot, and waits there (`turns.py`).
+    Raises ValueError as `check_rules` and `check_drafts`.
     """
-    if sampling.num_speculative_tokens:
-        raise ValueError("num_speculative_tokens: this loop reads one token a pass, use the one of jaxrl_lm.speculate")
     tables = stops if isinstance(stops, Tables) else Tables(stops)
     check_rules(sampling, tables, model.config.vocab_size)
-    stops, seen = tables.stops, _seen(requests, model, sampling)
+    check_drafts(requests, sampling)
+    seen, prompts = _seen(requests, model, sampling), prompts_of(requests)
     parts, own = state.next.shape[0], state.results.ended.shape[0] // state.next.shape[0]
-    eos = jnp.asarray(sampling.eos_token_ids, jnp.int32)
-    rows, slots = state.results.ended.shape[0], state.request.shape[0]
+    rows, slots, reads = (
+        state.results.ended.shape[0],
+        state.request.shape[0],
+        1 + (sampling.num_speculative_tokens or 0),
+    )
     pauses = sampling.observation_columns is not None
     # Which no queue exceeds: a bound for who reads the program. Rows that pause may go on one after another.
     most = (rows if pauses else -(-rows // slots)) * sampling.max_new_tokens
     limits = jnp.minimum(requests.max_new, sampling.max_new_tokens)
+    flat = lambda x: x.reshape(slots * reads, *x.shape[2:])
+    each = lambda x: jnp.repeat(x, reads, axis=0)
 
     def body(state: DecodeState) -> DecodeState:
         active, request = state.request > EMPTY, jnp.maximum(state.request, 0)
         of = lambda x: _pick(x, request, parts)
-        hidden, cache = extend(params, state.token[:, None], state.cache, model=model, count=active.astype(jnp.int32))
-        keys = jax.vmap(jax.random.fold_in)(of(requests.keys), state.drawn)
-        logits = next_logits(params, hidden[:, :, 0], model=model)
-        shaped = ruled(logits, state.rules, state.drawn, tables, sampling)
-        drawn = draw(logits, keys, of(requests.temperature), sampling, shaped)
+        column = state.drawn[:, None] + jnp.arange(reads, dtype=jnp.int32)[None]
+        guesses = _guesses(requests, prompts, state, sampling)
+        read = jnp.concatenate([state.token[:, None], jnp.maximum(guesses, 0)], axis=1)
+        hidden, cache = extend(params, read, state.cache, model=model, count=active.astype(jnp.int32))
+        logits = next_logits(params, hidden.reshape(hidden.shape[0], slots * reads), model=model)
+        keys = jax.vmap(jax.random.fold_in)(each(of(requests.keys)), flat(column))
+        shaped = ruled(logits, state.rules, state.drawn, tables, sampling)  # rules go with one token a pass
+        drawn = draw(logits, keys, each(of(requests.temperature)), sampling, shaped)
         given, chosen = forced(state.rules, state.drawn, tables, sampling), None
         if given is not None:
             chosen = given < 0
             zero = lambda x: jnp.where(chosen, x, 0.0)
             drawn = Drawn(jnp.where(chosen, drawn.token, given), zero(drawn.logprob), zero(drawn.behaviour_logprob))
-        token = jnp.where(active, drawn.token, state.token)
-        over, stop_state = (token[:, None] == eos[None]).any(1), state.stop_state
-        if stops is not None:
-            stop_state = jnp.where(active, stops[stop_state, token], stop_state)
-            over = over | (stop_state == stops.shape[0] - 1)
-        results = _record(state, token, drawn.logprob, drawn.behaviour_logprob, active & over, parts, chosen)
-        count = state.drawn + active
-        full = count >= of(limits)
-        left = jnp.where(full, EMPTY, PAUSED - state.request) if pauses else EMPTY
+        token = jnp.where(each(active), drawn.token, each(state.token)).reshape(slots, reads)
+        over, stop_states = _over(state, token, tables.stops, sampling)
+        full = column + 1 >= of(limits)[:, None]
+        # A draw counts if all before it were what had been guessed, and ended nothing.
+        follows = (token[:, :-1] == guesses) & ~(over | full)[:, :-1]
+        counts = jnp.concatenate([active[:, None], follows], axis=1).astype(jnp.int32).cumprod(axis=1).astype(bool)
+        count = counts.sum(1, dtype=jnp.int32)
+        last = lambda x: jnp.take_along_axis(x, jnp.maximum(count - 1, 0)[:, None], axis=1)[:, 0]
+        left = jnp.where(last(full), EMPTY, PAUSED - state.request) if pauses else EMPTY
         state = state._replace(
             step=state.step + 1,
             busy=state.busy + active.sum(dtype=jnp.int32),
-            request=jnp.where(active & (over | full), left, state.request),
-            drawn=count,
-            token=token,
-            stop_state=stop_state,
-            cache=cache,
-            results=results,
-            rules=advance(state.rules, token, active, tables),
+            request=jnp.where(active & last(over | full), left, state.request),
+            drawn=state.drawn + count,
+            token=last(token),
+            stop_state=jnp.where(active, last(stop_states), state.stop_state),
+            cache=cache._replace(lengths=state.cache.lengths + count),
+            results=_record(state, column, drawn._replace(token=flat(token)), counts, counts & over, chosen),
+            rules=advance(state.rules, last(token), active, tables),
+            passes=None if state.passes is None else _one_more(state, parts),
         )
         return _refill(state, parts, own, seen, model.plan) if slots < rows else state
 
@@ -278,26 +287,68 @@ def decode(
     return jax.lax.while_loop(goes_on, body, state)
 
 
-def _record(state: DecodeState, token, logprob, behaviour, ended, parts: int, chosen=None) -> Results:
-    """The results with what every slot has drawn; that of an empty slot has no place there. `chosen`: by the policy."""
-    rows = state.results.ended.shape[0]
-    outside = jnp.where(state.request > EMPTY, state.request, rows // parts)
-    places = (_apart(outside, parts), _apart(state.drawn, parts))
+def _guesses(requests: Requests, prompts: Prompts, state: DecodeState, sampling: SamplingConfig) -> Int32[Array, "W k"]:
+    """What may follow the next token of each slot's row; k is 0 without speculation."""
+    if not sampling.num_speculative_tokens:
+        return jnp.zeros((state.request.shape[0], 0), jnp.int32)
+    of = lambda x: _pick(x, jnp.maximum(state.request, 0), state.next.shape[0])
+    earlier = None if requests.drafts is None else of(requests.drafts)
+    size = {"draft": sampling.num_speculative_tokens, "longest": sampling.prompt_lookup_max}
+    return propose(jax.tree.map(of, prompts), of(state.results.tokens), state.drawn, earlier, **size)
+
+
+def _over(
+    state: DecodeState, token: Int32[Array, "W T"], stops: Int32[Array, "states V"] | None, sampling: SamplingConfig
+) -> tuple[Bool[Array, "W T"], Int32[Array, "W T"]]:
+    """Whether each token ends its row if those before it count, and the stop strings' state after it."""
+    eos = jnp.asarray(sampling.eos_token_ids, jnp.int32)
+    over = (token[:, :, None] == eos[None, None]).any(2)
+    if stops is None:
+        return over, jnp.broadcast_to(state.stop_state[:, None], token.shape)
+    states, reached = state.stop_state, []
+    for place in range(token.shape[1]):
+        states = stops[states, token[:, place]]
+        reached.append(states)
+    reached = jnp.stack(reached, axis=1)
+    return over | (reached == stops.shape[0] - 1), reached
+
+
+def _record(
+    state: DecodeState,
+    column: Int32[Array, "W T"],
+    drawn: Drawn,
+    counts: Bool[Array, "W T"],
+    ended: Bool[Array, "W T"],
+    chosen: Bool[Array, "WT"] | None,
+) -> Results:
+    """The results with the draws [W·T] that count. `chosen`: by the policy."""
+    rows, parts, reads = state.results.ended.shape[0], state.next.shape[0], column.shape[1]
+    flat = lambda x: _apart(x.reshape(-1), parts)
+    outside = rows // parts  # where what does not count has its place
+    row = flat(jnp.where(counts, state.request[:, None], outside))
     put = lambda buffer, row, column, value: buffer.at[row, column].set(value, mode="drop")
-    one = lambda buffer, value: jax.vmap(put)(_apart(buffer, parts), *places, _apart(value, parts)).reshape(
+    one = lambda buffer, value: jax.vmap(put)(_apart(buffer, parts), row, flat(column), flat(value)).reshape(
         buffer.shape
     )
     results = state.results
     mark = jax.vmap(lambda buffer, row: buffer.at[row].set(True, mode="drop"))
-    at_end = jnp.where(_apart(ended, parts), places[0], rows // parts)
+    there = jnp.ones((state.request.shape[0] * reads,), bool)
     return results._replace(
-        tokens=one(results.tokens, token),
-        action_mask=one(results.action_mask, jnp.ones_like(ended) if chosen is None else chosen),
-        logprobs=one(results.logprobs, logprob),
-        behaviour_logprobs=one(results.behaviour_logprobs, behaviour),
-        ended=mark(_apart(results.ended, parts), at_end).reshape(rows),
-        written=None if chosen is None else one(results.written, jnp.ones_like(ended)),
+        tokens=one(results.tokens, drawn.token),
+        action_mask=one(results.action_mask, there if chosen is None else chosen),
+        logprobs=one(results.logprobs, drawn.logprob),
+        behaviour_logprobs=one(results.behaviour_logprobs, drawn.behaviour_logprob),
+        ended=mark(_apart(results.ended, parts), jnp.where(flat(ended), row, outside)).reshape(rows),
+        written=None if chosen is None else one(results.written, there),
     )
+
+
+def _one_more(state: DecodeState, parts: int) -> Int32[Array, "N"]:
+    """Passes of each row with this one."""
+    rows = state.passes.shape[0] // parts
+    place = _apart(jnp.where(state.request == EMPTY, rows, state.request), parts)
+    add = jax.vmap(lambda passes, row: passes.at[row].add(1, mode="drop"))
+    return add(_apart(state.passes, parts), place).reshape(rows * parts)
 
 
 def _refill(
@@ -376,9 +427,8 @@ def generate(
     *,
     model: Model,
     sampling: SamplingConfig,
-    loop: Callable[..., DecodeState] = decode,
 ) -> Rollout:
-    """Sampled completions of the requested prompts: `read_prompts`, `start`, `loop` until all have ended, `collect`.
+    """Sampled completions of the requested prompts: `read_prompts`, `start`, `decode` until all have ended, `collect`.
 
     The log-probs are those that `score` gives at the same temperature, with an int8 cache up to its rounding, which the
     tokens were drawn with; `behaviour_logprobs` those of the distribution after rules, top-k, top-p and min-p (None when
@@ -386,4 +436,4 @@ def generate(
     ran into its limit. Raises ValueError as `start` and `decode`.
     """
     state = begin(params, requests, model=model, sampling=sampling)
-    return collect(loop(params, requests, state, stops, model=model, sampling=sampling), requests, sampling=sampling)
+    return collect(decode(params, requests, state, stops, model=model, sampling=sampling), requests, sampling=sampling)

@@ -21,7 +21,7 @@ from jaxrl_lm.chunks import Chunks, advance, begin
 from jaxrl_lm.config import SamplingConfig
 from jaxrl_lm.credit import Credit, CreditRule
 from jaxrl_lm.distributed import place
-from jaxrl_lm.generate import collect, prepare_decode
+from jaxrl_lm.generate import collect, generate, prepare_decode
 from jaxrl_lm.models import (
     LoraConfig,
     Model,
@@ -45,7 +45,6 @@ from jaxrl_lm.rows import (
     whole,
 )
 from jaxrl_lm.sharding import Plan, move, on_host
-from jaxrl_lm.speculate import generate
 from jaxrl_lm.types import (
     CriticBatch,
     ImplicitBatch,
