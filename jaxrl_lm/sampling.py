@@ -132,8 +132,9 @@ def draw(
         drawn_from = truncate(drawn_from, sampling)
     token, log_total = categorical(drawn_from, keys, greedy)
     of = lambda values: jnp.take_along_axis(values, token[:, None], axis=1)[:, 0]
+    chosen = of(scaled)
     if not sampling.truncates and ruled is None:
-        logprob = of(scaled) - log_total
+        logprob = chosen - log_total
         return Drawn(token, logprob, logprob)
-    behaviour = of(scaled if ruled is None else ruled / heat) - log_total
-    return Drawn(token, of(scaled) - jax.nn.logsumexp(scaled, axis=1), jnp.where(greedy, 0.0, behaviour))
+    behaviour = (chosen if ruled is None else of(drawn_from)) - log_total
+    return Drawn(token, chosen - jax.nn.logsumexp(scaled, axis=1), jnp.where(greedy, 0.0, behaviour))
