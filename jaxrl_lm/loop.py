@@ -91,10 +91,10 @@ def run(setup: Setup) -> Run:
                 setup.directory / "checkpoints", keep_last=config.save_total_limit, best_metric=config.best_metric
             )
         )
-        setup, host, state, frozen, done, notes, waiting = _start(setup, checkpoints)
+        setup, host, state, frozen, done, notes = _start(setup, checkpoints)
         flight = stack.enter_context(Flight(setup)) if config.max_off_policy_steps else None
         if flight is not None:
-            flight.load(waiting)
+            flight.load(checkpoints.restore_host(step=done).get("flight") if done else None)
             notes += [TURNS] * flight.takes_turns
         report = stack.enter_context(
             Reporter(
@@ -164,10 +164,9 @@ def _save(
     checkpoints.save(step, as_saved(state, setup.steps.placement), table, metrics=values)
 
 
-def _start(setup: Setup, checkpoints: Checkpoints) -> tuple[Setup, Host, TrainState, Frozen, int, list[str], Any]:
-    """The state to go on from: that of the latest checkpoint, with the batch in flight, or a fresh one. Files are rewound
-    to it."""
-    config, notes, done, latest, waiting = setup.config, [], 0, agree(checkpoints.latest()), None
+def _start(setup: Setup, checkpoints: Checkpoints) -> tuple[Setup, Host, TrainState, Frozen, int, list[str]]:
+    """The state to go on from: that of the latest checkpoint, or a fresh one. Files are rewound to it."""
+    config, notes, done, latest = setup.config, [], 0, agree(checkpoints.latest())
     host = make_host(config, setup.prompts.rows, setup.algorithm.beta)
     key = place(jax.random.key(config.seed), setup.steps.plan.replicated)
     keeps = needs_reference(config) and not moves_reference(config)  # one that moves is part of the state
@@ -189,12 +188,12 @@ def _start(setup: Setup, checkpoints: Checkpoints) -> tuple[Setup, Host, TrainSt
         state, saved = checkpoints.restore(saved_shapes(abstract, setup.steps.placement), step=latest)
         state = move(state, jax.tree.map(lambda x: x.sharding, abstract), delete=True)
         host.load(saved["host"], rows=setup.prompts.rows)
-        done, waiting = saved["step"], saved.get("flight")
+        done = saved["step"]
         notes.append(f"resumed from step {done}")
     frozen = Frozen(reference, setup.base, prm_reference=prm, teacher=setup.teacher)
     state = setup.steps.at_rest(state)
     open_directory(setup.directory, config, command=None, step=done if latest is not None else -1)
-    return setup._replace(params=None), host, state, frozen, done, notes, waiting
+    return setup._replace(params=None), host, state, frozen, done, notes
 
 
 def _before_first_step(setup: Setup, state: TrainState, frozen: Frozen, report: Reporter) -> None:
