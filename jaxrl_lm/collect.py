@@ -42,7 +42,7 @@ class Collected(NamedTuple):
     generated: int  # tokens, those of dropped completions too
     prompt_tokens: int
     steps: StepRewards | None  # of the judged rows
-    fresh: list[Judged]  # all that was sampled, until it is `settle`d
+    fresh: Sequence[Judged] = ()  # all that was sampled, until it is `settle`d
 
 
 def collect(

@@ -128,8 +128,9 @@ def check(config: DPOConfig, microbatches: int) -> None:
         raise ValueError("refresh_steps: give either reward or judge, which rank the samples")
     if not online and (config.reward or config.judge):
         raise ValueError("reward and judge rank samples of the policy: give refresh_steps too (1: online)")
+    defaults = DPOConfig(model="", dataset="", output_dir="")
     for name in sorted(idle_options(config.refresh_steps)):
-        if getattr(config, name) != DPOConfig.__dataclass_fields__[name].default:
+        if getattr(config, name) != getattr(defaults, name):
             mode = "with refresh_steps pairs are sampled" if online else "without refresh_steps pairs are given"
             raise ValueError(f"{name}={getattr(config, name)!r} has no effect: {mode}; leave it out")
     if "inpo" in config.loss_type and not online:

@@ -250,9 +250,9 @@ def decode(
         hidden, cache = extend(params, read, state.cache, model=model, count=active.astype(jnp.int32))
         logits = next_logits(params, hidden.reshape(hidden.shape[0], slots * reads), model=model)
         keys = jax.vmap(jax.random.fold_in)(each(of(requests.keys)), flat(column))
-        shaped = ruled(logits, state.rules, state.drawn, tables, sampling)  # rules go with one token a pass
+        shaped = ruled(logits, state.rules, flat(column), tables, sampling)
         drawn = draw(logits, keys, each(of(requests.temperature)), sampling, shaped)
-        given, chosen = forced(state.rules, state.drawn, tables, sampling), None
+        given, chosen = forced(state.rules, state.drawn, tables, sampling), None  # with one token a pass
         if given is not None:
             chosen = given < 0
             zero = lambda x: jnp.where(chosen, x, 0.0)

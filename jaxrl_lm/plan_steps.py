@@ -69,7 +69,9 @@ class Shapes(NamedTuple):
 def with_machine_defaults(config: PlanConfig, model: ModelConfig, plan: Plan | None = None) -> ModelConfig:
     """The model with what an accelerator computes in, recomputes and attends by where the config does not say."""
     model = dataclasses.replace(model, dtype=config.dtype or "bfloat16", remat=config.remat or "full")
-    platform = "tpu" if parse_topology(config.topology).compiled else "gpu"
+    platform = None if plan is None else plan.platform
+    if platform is None:  # of GPUs there is no description
+        platform = "tpu" if parse_topology(config.topology).compiled else "gpu"
     chosen = choose_attention(config.attention_implementation, model, platform=platform, plan=plan)
     return dataclasses.replace(model, attention_implementation=chosen)
 

@@ -76,7 +76,7 @@ def attention_of(
     whose tokens stand next to each other. Raises ValueError as `choose`, by the plan's devices.
     """
     name = config.attention_implementation
-    platform = _platform(plan)
+    platform = jax.default_backend() if plan is None else plan.platform
     if not INTERPRET and platform is not None:
         choose(name, config, platform=platform, plan=plan)
     if name == "splash":
@@ -85,13 +85,6 @@ def attention_of(
     if name == "cudnn":
         return lambda q, k, v: cudnn(q, k, v, mask, plan=plan)
     return lambda q, k, v: reference(q, k, v, mask)
-
-
-def _platform(plan: Plan | None) -> str | None:
-    """Of the devices that a plan is for; None where it names none."""
-    if plan is None:
-        return jax.default_backend()
-    return plan.mesh.devices.flat[0].platform if isinstance(plan.mesh, jax.sharding.Mesh) else None
 
 
 def reference(

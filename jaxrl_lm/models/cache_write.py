@@ -15,15 +15,13 @@ from jax.experimental import pallas as pl
 from jax.experimental.pallas import tpu as pltpu
 from jaxtyping import Array, Int32, Shaped
 
+from jaxrl_lm.sharding import Plan
+
 LANES, SUBLANES = 128, 32  # columns of a tile where they come last, and where they do not (of any dtype)
 
 
-def platform_of(plan: Any) -> str:
-    """The platform that a step with this plan is compiled for; of a mesh without devices, empty."""
-    if plan is None:
-        return jax.default_backend()
-    devices = getattr(plan.mesh, "devices", None) if hasattr(plan.mesh, "device_ids") else None
-    return "" if devices is None else devices.flat[0].platform
+def _on_tpu(plan: Plan | None) -> bool:
+    return (jax.default_backend() if plan is None else plan.platform) == "tpu"
 
 
 def write_columns(
@@ -32,22 +30,22 @@ def write_columns(
     starts: Int32[Array, "W"],
     *,
     axis: int,
-    plan: Any = None,
+    plan: Plan | None = None,
 ) -> Shaped[Array, "W c a b"]:
     """The cache with `new` at the columns from each row's start up; columns lie along this axis, 2 or 3."""
     new = new.astype(cache.dtype)
-    if new.shape[axis] == 1 and platform_of(plan) == "tpu":
+    if new.shape[axis] == 1 and _on_tpu(plan):
         return _on_mesh(cache, new, starts, axis, plan)
     one = lambda old, new, start: jax.lax.dynamic_update_slice_in_dim(old, new, start, axis=axis - 1)
     return jax.vmap(one)(cache, new, starts)
 
 
-def narrow(cache: Any, plan: Any) -> Any:
+def narrow(cache: Any, plan: Plan | None) -> Any:
     """Of each array of a cache, whether XLA lays it with its columns last though its last axis is another.
 
     It does so on TPUs where that axis has fewer than 128 numbers: they would be filled up to 128 in memory.
     """
-    on_tpu = platform_of(plan) == "tpu"
+    on_tpu = _on_tpu(plan)
     return jax.tree.map(lambda x: on_tpu and x.ndim == 4 and x.shape[3] < min(LANES, x.shape[2]), cache)
 
 
@@ -56,7 +54,7 @@ def turned(cache: Any, which: Any) -> Any:
     return jax.tree.map(lambda x, turn: x.swapaxes(2, 3) if turn else x, cache, which)
 
 
-def _on_mesh(cache, new, starts, axis: int, plan: Any):
+def _on_mesh(cache, new, starts, axis: int, plan: Plan | None):
     """The kernel, on each device for its own rows and heads."""
     if axis == 2 and narrow(cache, plan):
         return _on_mesh(cache.swapaxes(2, 3), new.swapaxes(2, 3), starts, 3, plan).swapaxes(2, 3)

@@ -9,7 +9,7 @@ and what one channel had is spread over all. The rotation is the cosine transfor
 """
 
 import functools
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -17,6 +17,7 @@ import numpy as np
 from jaxtyping import Array, Float, Int8, Int32
 
 from jaxrl_lm.models.cache_write import write_columns
+from jaxrl_lm.sharding import Plan
 
 DTYPES = (None, "int8")  # what `kv_cache_dtype` may be
 LARGEST = 127
@@ -104,7 +105,7 @@ def put(
     k: Float[Array, "W c K T"],
     v: Float[Array, "W c T K"],
     starts: Int32[Array, "W"],
-    plan: Any = None,
+    plan: Plan | None = None,
 ) -> tuple[Keys, Values]:
     """A layer's cache with new keys and values in it, from a column of each row's own."""
     one = lambda old, new, axis: write_columns(old, new, starts, axis=axis, plan=plan)

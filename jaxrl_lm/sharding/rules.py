@@ -63,6 +63,11 @@ class Plan:
     allow_replicated: bool = False
     decode_rules: tuple[tuple[str, MeshAxes], ...] = ()  # what generation's table has otherwise
 
+    @property
+    def platform(self) -> str | None:
+        """That of the mesh's devices, cpu, gpu or tpu; None where it has none."""
+        return self.mesh.devices.flat[0].platform if isinstance(self.mesh, Mesh) else None
+
     def axes(self, axis: str) -> tuple[str, ...]:
         """The mesh axes of more than one device that a logical axis is split over. Raises ValueError as `sharding`."""
         return self._axes(axis, "rule")
