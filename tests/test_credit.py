@@ -419,6 +419,9 @@ def test_what_reads_scores_says_so():
     kept = batch(RATED._replace(old=None), keep_old=True)
     np.testing.assert_array_equal(kept.old_logprobs, X["logprobs"])
     np.testing.assert_array_equal(batch(keep_old=True).old_logprobs, X["old"])
+    for name in ("token_scale", "entropy_clip", "top_entropy_share"):  # the scores are there for these alone
+        kept = batch(keep_old=True, sampler_ratio=True, **{name: reads[name]})
+        np.testing.assert_array_equal(kept.old_logprobs, X["logprobs"])
 
 
 def test_a_critic_learns_at_the_first_token_of_each_action():

@@ -19,6 +19,7 @@ from test_generate import EOS, random_params, requests, same
 from test_slots import COLUMNS, LIMITS, NEW, ROWS, SEGMENTS, TEMPERATURE, TOKENS
 
 from jaxrl_lm import GRPOConfig, chunks, loop
+from jaxrl_lm.assemble import make_batch_rules
 from jaxrl_lm.checks import check, old_logprobs_of, resolve_algorithm
 from jaxrl_lm.config import SamplingConfig
 from jaxrl_lm.generate import collect, generate, prepare_decode
@@ -159,6 +160,14 @@ def config(**changes):
             {"max_off_policy_steps": 1, "surrogate": "policy-gradient", "sampler_correction": "none"},
             "max_off_policy_steps=1 with surrogate='policy-gradient' needs a sampler_correction",
         ),
+        (
+            {"max_off_policy_steps": 1, "surrogate": "policy-gradient", "old_logprobs": "sampler"},
+            "max_off_policy_steps=1 with surrogate='policy-gradient' needs a sampler_correction",
+        ),
+        (
+            {"max_off_policy_steps": 1, "sampler_correction": "none"},
+            "max_off_policy_steps=1 with sampler_correction='none' and old_logprobs='recompute': .* give a ",
+        ),
     ],
 )
 def test_what_does_not_go_together_is_refused(changes, message):
@@ -173,3 +182,30 @@ def test_older_weights_ask_for_a_ratio():
     check(ahead, 1)
     assert old_logprobs_of(ahead) == "recompute"
     assert resolve_algorithm(ahead).sampler_correction == "token_truncate"
+    check(config(max_off_policy_steps=1, old_logprobs="sampler"), 1)
+
+
+@pytest.mark.parametrize(
+    "reads", [{}, {"token_scale": "entropy"}, {"entropy_clip": "clip_cov"}, {"top_entropy_share": 0.5}]
+)
+def test_the_ratio_is_to_the_sampler_or_a_correction_weighs_it_whatever_else_reads_scores(reads):
+    lagged = lambda **changes: rules(max_off_policy_steps=1, **reads, **changes)[0]
+    to_sampler, corrected = (
+        lagged(old_logprobs="sampler"),
+        lagged(old_logprobs="sampler", sampler_correction="token_mask"),
+    )
+    assert to_sampler.keep_old
+    assert to_sampler.sampler_ratio
+    assert to_sampler.needs_old == bool(reads)
+    for rule in (corrected, lagged()):  # the gap is weighed once
+        assert rule.keep_old
+        assert not rule.sampler_ratio
+        assert rule.sampler_correction != "none"
+    # Where the sampler was too far from the scorer, the ratio is to the scored policy.
+    plain, scored = rules(**reads, num_iterations=2, old_logprobs="sampler")
+    assert (plain.sampler_ratio, scored.sampler_ratio) == (True, False)
+
+
+def rules(**changes):
+    given = config(**changes)
+    return make_batch_rules(given, resolve_algorithm(given), None)  # no planning_tokens: nothing is encoded
