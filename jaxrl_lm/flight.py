@@ -49,7 +49,7 @@ class Flight:
         self._key = place(jax.random.key(setup.config.seed), setup.steps.plan.replicated)
         self._pool = None if several() or one_at_a_time() else ThreadPoolExecutor(1, "flight")
         self._call: Future | None = None
-        self._step, self._clock, self._before = 0, Clock(), {}
+        self._step, self._clock, self._before = 0, Clock(), dict
         self._batch: Ahead | None = None
         self._error: Exception | None = None
 
@@ -77,8 +77,7 @@ class Flight:
         """Begins with the batch of the next step, by the weights after `step`. Until it lands the thread alone moves what
         of the host is `DRAWN`."""
         self._step, self._clock = step, Clock()
-        now = host.state()
-        self._before = {name: now[name] for name in DRAWN}
+        self._before = host.snapshot()
         options = {"step": step + 2, "policy_step": policy_step, "clock": self._clock}
         given = (self._setup, host, decode_params, self._key)
         if self._pool is not None:
@@ -98,7 +97,8 @@ class Flight:
                 drawn = self._call.result()
         except Exception as error:
             self._error = error
-            host.load(host.state() | self._before, rows=self._setup.prompts.rows)
+            before = self._before()
+            host.load(host.state() | {name: before[name] for name in DRAWN}, rows=self._setup.prompts.rows)
             return
         finally:
             self._call = None

@@ -14,6 +14,7 @@ import jax
 import numpy as np
 import overlap_run
 import pytest
+import test_replay
 import tiny_run
 from test_generate import EOS, random_params, requests, same
 from test_slots import COLUMNS, LIMITS, NEW, ROWS, SEGMENTS, TEMPERATURE, TOKENS
@@ -23,7 +24,9 @@ from jaxrl_lm.assemble import make_batch_rules
 from jaxrl_lm.checks import check, old_logprobs_of, resolve_algorithm
 from jaxrl_lm.config import SamplingConfig
 from jaxrl_lm.generate import collect, generate, prepare_decode
+from jaxrl_lm.host import make_host
 from jaxrl_lm.models import build
+from jaxrl_lm.rollout import earlier, replay
 
 # --- decoding in chunks -----------------------------------------------------------------------------------------------
 
@@ -111,6 +114,36 @@ def test_a_reward_that_raises_in_a_thread_stops_the_run_as_ever(found):
         assert f"reward 'digits' raised KeyError: 'no ground truth' on a call with rows {rows}" in found[name]["error"]
         assert (found[name]["saved"], found[name]["logged"]) == (steps, len(steps))
     assert found["after_failure"] == [0.0]  # the batch that failed is sampled anew, by the newest weights
+
+
+# --- what a step remembers ----------------------------------------------------------------------------------------------
+
+
+def test_a_snapshot_is_of_its_time_and_packs_nothing_before_it_is_read(monkeypatch):
+    packed = []
+    for module in (earlier, replay):
+        monkeypatch.setattr(module, "pack_array", lambda x, pack=module.pack_array: packed.append(0) or pack(x))
+    given = config(replay_groups=1, num_speculative_tokens=2, speculative_source="last_epoch")
+    host = make_host(given, test_replay.DATASET, 0.0)
+    test_replay.put(host.replay, *test_replay.step_of(0, [1, 2]))
+    host.earlier.put([3, 4], [[1, 2], [3]])
+    before = host.snapshot()
+    host.calls, host.kl_coef = 5, 0.5
+    host.prompts.draw(1, 4)
+    host.rates.observe([3], np.array([0.5]))
+    host.replay.take(1, policy_step=10)
+    test_replay.put(host.replay, *test_replay.step_of(1, [3]))
+    host.earlier.put([4], [[5, 6]])
+    assert packed == []
+    now, after = before(), host.state()
+    assert packed
+    other = make_host(given, test_replay.DATASET, 0.0)
+    other.load(json.loads(json.dumps(now)), rows=test_replay.DATASET)
+    assert other.state() == now
+    for name in ("calls", "kl_coef", "prompts", "rates", "replay", "earlier"):
+        assert now[name] != after[name], name
+    assert [group["solve_rate"] for group in now["replay"]["groups"]] == [0.25, 0.5]
+    assert [ids.tolist() for ids in other.earlier.of([3, 4], 1)] == [[1, 2], [3]]
 
 
 # --- several CPU devices: programs take turns ---------------------------------------------------------------------------
