@@ -39,15 +39,18 @@ class Flight:
     """At most one batch. In each step, once: `take`, `launch`, `land`. To be used as a context manager, which ends with
     the thread.
 
-    Where programs must be given to the devices one at a time, or by several processes in one order, there is no thread:
-    the batch is sampled at `launch`, before the update, by the same weights.
+    Where programs must be given to the devices one at a time, or in one order (`Placement.crosses`; by several processes),
+    there is no thread: the batch is sampled at `launch`, before the update, by the same weights.
     """
 
     def __init__(self, setup: Setup):
         self._setup = setup
         # Typed keys outlive no donation; this one has the bits of the state's.
         self._key = place(jax.random.key(setup.config.seed), setup.steps.plan.replicated)
-        self._pool = None if several() or one_at_a_time() else ThreadPoolExecutor(1, "flight")
+        judges = (*setup.rewards, *([] if setup.step_reward is None else [setup.step_reward]))
+        crosses = setup.steps.placement.crosses(rewards=any(one.everywhere for one in judges))
+        turns = several() or one_at_a_time() or crosses
+        self._pool = None if turns else ThreadPoolExecutor(1, "flight")
         self._call: Future | None = None
         self._step, self._clock, self._before = 0, Clock(), dict
         self._batch: Ahead | None = None

@@ -41,8 +41,8 @@ from jaxrl_lm.types import Frozen, TrainState
 from jaxrl_lm.update import Objective
 
 TURNS = (
-    "max_off_policy_steps=1: sampling and updates take turns here (several CPU devices, or several processes): the next "
-    "batch is sampled before each update instead of beside it"
+    "max_off_policy_steps=1: sampling and updates take turns here (they share several devices, or there are several "
+    "processes): the next batch is sampled before each update instead of beside it"
 )
 
 

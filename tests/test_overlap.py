@@ -26,7 +26,9 @@ from jaxrl_lm.config import SamplingConfig
 from jaxrl_lm.generate import collect, generate, prepare_decode
 from jaxrl_lm.host import make_host
 from jaxrl_lm.models import build
+from jaxrl_lm.placement import Placement
 from jaxrl_lm.rollout import earlier, replay
+from jaxrl_lm.sharding import build_plan
 
 # --- decoding in chunks -----------------------------------------------------------------------------------------------
 
@@ -109,6 +111,20 @@ def test_a_run_with_a_batch_in_flight_resumes_to_the_same_bits(found):
     assert found["stopped"] == [1, True, True]
 
 
+def test_a_thread_changes_no_bit(found):
+    assert found["turns"] == [True, True]
+
+
+def test_a_batch_that_waits_keeps_all_that_a_batch_can_have(found):
+    """Resumed from the checkpoint before the last one, to the same bits."""
+    steps, greedy = found["steps"], found["greedy"]
+    assert {"step_rewards", "step_ends", "behaviour_logprobs", "logprobs"} < set(steps["arrays"])
+    assert steps["replayed"] == 1.0
+    assert "greedy_returns" in greedy["arrays"]
+    for one in (steps, greedy):
+        assert (one["steps"], one["same"]) == (1, True)
+
+
 def test_a_reward_that_raises_in_a_thread_stops_the_run_as_ever(found):
     for name, rows, steps in (("chunk_fails", "4 to 7", [1]), ("flight_fails", "0 to 15", [1, 2])):
         assert f"reward 'digits' raised KeyError: 'no ground truth' on a call with rows {rows}" in found[name]["error"]
@@ -149,7 +165,7 @@ def test_a_snapshot_is_of_its_time_and_packs_nothing_before_it_is_read(monkeypat
 # --- several CPU devices: programs take turns ---------------------------------------------------------------------------
 
 
-def test_on_a_mesh_chunks_and_a_batch_in_flight_change_no_bit_either(tmp_path):
+def test_on_a_mesh_chunks_change_no_bit_either_and_a_batch_is_sampled_before_the_update(tmp_path):
     model, data = tiny_run.save_model(tmp_path / "model", num_layers=1), tiny_run.write_data(tmp_path)
     mesh = {"data": 2, "fsdp": 2, "tensor": 2}
     given = lambda name, **changes: overlap_run.options(
@@ -174,6 +190,27 @@ def test_on_a_mesh_chunks_and_a_batch_in_flight_change_no_bit_either(tmp_path):
     assert overlap_run.same(straight, chunked)
     assert [row["sampling/off_policy_steps"] for row in straight.metrics] == [0.0, 1.0]
     assert set(held) == {(True, 0)}  # a chunk takes the cache over in place
+
+
+@pytest.mark.parametrize(
+    ("train", "rollout", "places", "rewards", "crosses"),
+    [
+        (8, 0, {}, False, True),  # one mesh: decoding and updates are on the same devices
+        (1, 0, {}, True, False),  # one device: its programs queue
+        (4, 4, {}, False, False),
+        (4, 4, {"reference": "rollout_mesh"}, False, True),  # scoring meets decoding
+        (7, 1, {"reference": "rollout_mesh"}, False, False),
+        (4, 4, {}, True, True),  # rewards meet the update
+        (4, 4, {"reward": "host"}, True, True),
+        (4, 4, {"reward": "rollout_mesh"}, True, False),
+        (1, 7, {}, True, False),
+    ],
+)
+def test_two_threads_never_share_several_devices(train, rollout, places, rewards, crosses):
+    devices = jax.devices()
+    plan = build_plan({"data": train}, devices=devices[:train])
+    other = build_plan({"data": rollout}, devices=devices[-rollout:]) if rollout else plan
+    assert Placement(plan, other, **places).crosses(rewards=rewards) == crosses
 
 
 # --- options ------------------------------------------------------------------------------------------------------------
