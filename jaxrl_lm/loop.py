@@ -305,7 +305,9 @@ def _sample_and_learn(
 def _steer(setup: Setup, host: Host, values: dict[str, float]) -> dict[str, float]:
     """Moves what follows the measurements of a step, and logs where it stands."""
     config, found = setup.config, {}
-    per_completion = values.get("kl", float("nan")) * values["completions/mean_length"]
+    # The KL is a mean over actions; mean_actions is there where forced tokens make them fewer than tokens.
+    actions = values.get("completions/mean_actions", values["completions/mean_length"])
+    per_completion = values.get("kl", float("nan")) * actions
     host.adapt(
         config,
         kl=per_completion,

@@ -146,7 +146,7 @@ AHEAD = {"max_off_policy_steps": 1, "reward_weights": (2.0, 0.01)}
 RICH = {
     "steps": AHEAD
     | {"step_reward": "overlap_run:endings", "step_credit": "last", "top_p": 0.9, "forced_tokens": (17,)}
-    | {"replay_groups": 1, "max_steps": 4},
+    | {"replay_groups": 1, "max_steps": 4, "beta": 0.05},
     "greedy": AHEAD | {"preset": "remax"},
 }
 
@@ -220,6 +220,8 @@ def main(directory):
                 "steps": len(resumed.metrics),
                 "same": same(whole, resumed),
             }
+            names = ("kl", "sqrt_kl", "completions/mean_length", "completions/mean_actions")
+            found[name]["kl"] = [whole.metrics[-1].get(each) for each in names]
             found[name]["replayed"] = whole.metrics[-1].get("replay/groups", 0.0)
         after = go("flight_fails", **ahead)
         found["after_failure"] = [row["sampling/off_policy_steps"] for row in after.metrics]

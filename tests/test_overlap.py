@@ -125,6 +125,14 @@ def test_a_batch_that_waits_keeps_all_that_a_batch_can_have(found):
         assert (one["steps"], one["same"]) == (1, True)
 
 
+def test_the_kl_of_a_completion_is_that_of_the_tokens_that_the_policy_chose(found):
+    kl, root, length, actions = found["steps"]["kl"]
+    assert actions == length - 1  # the first one is forced
+    assert kl > 1e-4
+    assert root == pytest.approx((kl * actions) ** 0.5)
+    assert found["greedy"]["kl"][-1] is None
+
+
 def test_a_reward_that_raises_in_a_thread_stops_the_run_as_ever(found):
     for name, rows, steps in (("chunk_fails", "4 to 7", [1]), ("flight_fails", "0 to 15", [1, 2])):
         assert f"reward 'digits' raised KeyError: 'no ground truth' on a call with rows {rows}" in found[name]["error"]
