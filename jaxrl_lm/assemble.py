@@ -217,6 +217,8 @@ def make_batch_rules(config: GRPOConfig, algorithm: algos.Preset, tokenizer) -> 
         length=_most_actions(config),
         mask_truncated=config.mask_truncated_completions,
         keep_old=not sampler or updates_per_step(config) > 1 or config.max_off_policy_steps > 0,
+        # A correction weighs the scored policy over the sampler's: the ratio is to the former, or the gap counted twice.
+        sampler_ratio=sampler and algorithm.sampler_correction == "none",
         actions=config.actions,
         ngram=config.ngram,
         sampler_correction=algorithm.sampler_correction,
@@ -238,7 +240,7 @@ def make_batch_rules(config: GRPOConfig, algorithm: algos.Preset, tokenizer) -> 
     if not sampler or config.sampler_correction == "none" or config.max_off_policy_steps:
         return rule, rule  # of older weights the gap says nothing of the sampler
     correction = "token_truncate" if rule.sampler_correction == "none" else rule.sampler_correction
-    return rule, dataclasses.replace(rule, keep_old=True, sampler_correction=correction)
+    return rule, dataclasses.replace(rule, keep_old=True, sampler_ratio=False, sampler_correction=correction)
 
 
 def copy_params(params: Params) -> Params:

@@ -53,6 +53,7 @@ class BatchRule:
     length: int | None = None
     mask_truncated: bool = False
     keep_old: bool = False  # several updates: the ratio is to the scored policy, or to the sampler's where not scored
+    sampler_ratio: bool = False  # to the sampler's also where other weights read the scored policy
     actions: Actions = "token"
     ngram: int = 1
     sampler_correction: str = "none"
@@ -94,7 +95,7 @@ class BatchRule:
         ref = take(rated.ref_logprobs)
         kept = None
         if self.keep_old:
-            kept = rollout.logprobs if old is None else old.logprobs
+            kept = rollout.logprobs if old is None or self.sampler_ratio else old.logprobs
         return PolicyBatch(
             tokens=rollout.tokens,
             segment_ids=rollout.segment_ids,

@@ -260,7 +260,7 @@ def _check_algorithm(config: GRPOConfig) -> None:
     _check_idle(config, chosen)
     _check_kl(config, chosen)
     process_checks.check(config, chosen)
-    overlap_checks.check(config, chosen)
+    overlap_checks.check(config, chosen, old_logprobs_of(config))
 
 
 def _check_replay(config: GRPOConfig, chosen: algos.Preset) -> None:

@@ -14,6 +14,7 @@ from jaxtyping import Bool, Float64, Int32, Shaped
 
 from jaxrl_lm.beside import Beside
 from jaxrl_lm.clock import Clock
+from jaxrl_lm.distributed import gather as gathered
 from jaxrl_lm.evaluate import CORRECT, reward_table
 from jaxrl_lm.host import Host
 from jaxrl_lm.prepare import Setup
@@ -273,6 +274,11 @@ def _metrics(setup: Setup, host: Host, fresh: Sequence[Judged]) -> dict[str, flo
     sizes = np.array([len(ids) for one in fresh for ids in one.sampled.completion_ids])
     truncated = np.concatenate([one.sampled.truncated for one in fresh])
     ended = sizes[~truncated]
+    actions = {}
+    if setup.sampler.forces:
+        masks = gathered([one.sampled.rollout.action_mask for one in fresh])
+        count = sum(int(mask[: one.sampled.count].sum()) for one, mask in zip(fresh, masks, strict=True))
+        actions["completions/mean_actions"] = count / len(sizes)
     passes = [one.sampled.passes for one in fresh if one.sampled.passes is not None]
     return {
         **reward_metrics(setup.rewards, values, returns, sources if any(sources) else None, setup.config.true_reward),
@@ -286,6 +292,7 @@ def _metrics(setup: Setup, host: Host, fresh: Sequence[Judged]) -> dict[str, flo
         "completions/max_length": float(sizes.max()),
         "completions/mean_terminated_length": float(ended.mean()) if len(ended) else float("nan"),
         "completions/clipped_ratio": float(truncated.mean()),
+        **actions,
         **(speculation_metrics(np.concatenate(passes), sizes) if passes else {}),
     }
 

@@ -35,6 +35,7 @@ class Outcomes(NamedTuple):
     greedy_returns: Float[Array, "N"] | None = None  # of the greedy answer to the row's prompt
     step_rewards: Float[Array, "N T"] | None = None  # read at the ends of steps
     step_ends: Bool[Array, "N T"] | None = None
+    lengths: Int32[Array, "N"] | None = None  # of the completions, tokens forced into them too; None: those of the mask
 
 
 class Credit(NamedTuple):
@@ -85,6 +86,11 @@ class CreditRule:
     step_shaping: bool = False
     own: Callable[..., jax.Array] | None = None  # (returns, *, group_size, valid) -> [N]
 
+    @property
+    def reads_lengths(self) -> bool:
+        """Whether the lengths of completions change their returns."""
+        return bool(self.overlong_buffer or self.length_penalty)
+
     def __call__(self, outcomes: Outcomes) -> Credit:
         """Advantages [N T], 0 off the mask and in rows that do not learn."""
         if self.outlier_limit is not None:
@@ -112,7 +118,8 @@ class CreditRule:
 
     def _shaped(self, outcomes: Outcomes) -> Float[Array, "N"]:
         """Returns with what length and rarity add or take."""
-        returns, lengths = outcomes.returns, outcomes.mask.sum(1)
+        returns = outcomes.returns
+        lengths = outcomes.mask.sum(1) if outcomes.lengths is None else outcomes.lengths
         group = {"group_size": self.group_size, "valid": outcomes.valid}
         if self.unlikeliness:
             sums = masked.sum(outcomes.logprobs, outcomes.mask, 1)

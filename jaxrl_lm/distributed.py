@@ -41,7 +41,8 @@ def one_at_a_time() -> bool:
     """Whether the devices may be given a program only when the one before has ended.
 
     Several CPU devices are threads of one pool: where two programs with collectives run at once, each may hold threads
-    that the other's participants wait for, and neither ends (XLA's rendezvous). Elsewhere programs queue on each device.
+    that the other's participants wait for, and neither ends (XLA's rendezvous). Elsewhere programs queue on each device, in
+    one order for those of one thread; for two threads see `Placement.crosses`.
     """
     return jax.default_backend() == "cpu" and jax.device_count() > 1
 

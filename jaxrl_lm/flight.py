@@ -39,17 +39,20 @@ class Flight:
     """At most one batch. In each step, once: `take`, `launch`, `land`. To be used as a context manager, which ends with
     the thread.
 
-    Where programs must be given to the devices one at a time, or by several processes in one order, there is no thread:
-    the batch is sampled at `launch`, before the update, by the same weights.
+    Where programs must be given to the devices one at a time, or in one order (`Placement.crosses`; by several processes),
+    there is no thread: the batch is sampled at `launch`, before the update, by the same weights.
     """
 
     def __init__(self, setup: Setup):
         self._setup = setup
         # Typed keys outlive no donation; this one has the bits of the state's.
         self._key = place(jax.random.key(setup.config.seed), setup.steps.plan.replicated)
-        self._pool = None if several() or one_at_a_time() else ThreadPoolExecutor(1, "flight")
+        judges = (*setup.rewards, *([] if setup.step_reward is None else [setup.step_reward]))
+        crosses = setup.steps.placement.crosses(rewards=any(one.everywhere for one in judges))
+        turns = several() or one_at_a_time() or crosses
+        self._pool = None if turns else ThreadPoolExecutor(1, "flight")
         self._call: Future | None = None
-        self._step, self._clock, self._before = 0, Clock(), {}
+        self._step, self._clock, self._before = 0, Clock(), dict
         self._batch: Ahead | None = None
         self._error: Exception | None = None
 
@@ -77,8 +80,7 @@ class Flight:
         """Begins with the batch of the next step, by the weights after `step`. Until it lands the thread alone moves what
         of the host is `DRAWN`."""
         self._step, self._clock = step, Clock()
-        now = host.state()
-        self._before = {name: now[name] for name in DRAWN}
+        self._before = host.snapshot()
         options = {"step": step + 2, "policy_step": policy_step, "clock": self._clock}
         given = (self._setup, host, decode_params, self._key)
         if self._pool is not None:
@@ -98,7 +100,8 @@ class Flight:
                 drawn = self._call.result()
         except Exception as error:
             self._error = error
-            host.load(host.state() | self._before, rows=self._setup.prompts.rows)
+            before = self._before()
+            host.load(host.state() | {name: before[name] for name in DRAWN}, rows=self._setup.prompts.rows)
             return
         finally:
             self._call = None

@@ -3,9 +3,10 @@
 It is saved as JSON with each checkpoint, so that a resumed run goes on as if it had not stopped.
 """
 
+import copy
 import dataclasses
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 from jaxrl_lm import algos
@@ -35,13 +36,16 @@ class Host:
 
     def state(self) -> dict[str, Any]:
         """A JSON table."""
+        return self.snapshot()()
+
+    def snapshot(self) -> Callable[[], dict[str, Any]]:
+        """A function that gives `state` as it is now. Only its call packs groups and completions, which takes time: a step
+        that writes no checkpoint has no need of it."""
         saved = {name: getattr(self, name) for name in MOVING} | {"prompts": self.prompts.state()}
         own = getattr(self.prompts, "table", None) is self.rates  # the curriculum saves it
-        return saved | {
-            "rates": None if own else self.rates.state(),
-            "replay": None if self.replay is None else self.replay.state(),
-            "earlier": None if self.earlier is None else self.earlier.state(),
-        }
+        saved["rates"] = None if own else self.rates.state()
+        kept = {name: copy.copy(getattr(self, name)) for name in ("replay", "earlier")}
+        return lambda: saved | {name: None if one is None else one.state() for name, one in kept.items()}
 
     def load(self, state: Mapping[str, Any], *, rows: Sequence[Mapping[str, Any]]) -> None:
         """Goes on from a saved table. Raises ValueError where it is of another dataset."""

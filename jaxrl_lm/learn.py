@@ -221,9 +221,12 @@ def _updates(
     each = jax.tree.map(jnp.asarray, gather(each))  # every process goes by them, with devices of training or not
     for done, found in enumerate(each):
         if float(found["nonfinite"].value):
+            # Made anew rather than held for every update: nothing that a batch is made of (scores, credit, the key, the
+            # reference, solve rates) is moved by an update.
             path = keep_batch(setup.directory, step, batch_of(starts[done], numbers[done]))
+            later = "the updates after it were done; " if done + 1 < len(each) else ""
             raise NonFiniteError(
-                f"step {step}, update {done + 1}: the loss or its gradient is not finite; the batch is in {path}. "
+                f"step {step}, update {done + 1}: the loss or its gradient is not finite; {later}the batch is in {path}. "
                 "Lower learning_rate or max_grad_norm, or look for the rows at fault"
             )
     return state, _metrics_of(each, sampler=old_logprobs_of(config) == "sampler")

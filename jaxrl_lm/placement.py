@@ -36,6 +36,18 @@ class Placement:
         """Whether generation has devices of its own."""
         return self.rollout != self.train
 
+    def crosses(self, *, rewards: bool) -> bool:
+        """Whether sampling and learning in two threads would give programs to the same several devices. `rewards`: some
+        are computed on devices.
+
+        A program of several devices waits on each for its participants. Two threads may reach the devices in different
+        orders, and then each program waits for devices that the other holds.
+        """
+        train, rollout = self.train.mesh.size > 1, self.rollout.mesh.size > 1
+        if not self.apart:
+            return train
+        return (rollout and self.reference == "rollout_mesh") or (train and rewards and self.reward != "rollout_mesh")
+
     @property
     def trains_everywhere(self) -> bool:
         """Whether every process has devices of training."""

@@ -127,7 +127,13 @@ def credit_rows(
     mask = rollout.action_mask
     kl = None if ref is None else algos.kl_estimate(current, ref, mask, estimator=estimator)
     policy = (mask, rollout.logprobs, rollout.turn_ids)
-    return rule(Outcomes(returns, valid, *policy, kl, kl_coefficient, values, greedy_returns, step_rewards, step_ends))
+    outcomes = Outcomes(returns, valid, *policy, kl, kl_coefficient, values, greedy_returns, step_rewards, step_ends)
+    if (
+        rule.reads_lengths and rule.max_length is not None
+    ):  # a forced token takes room in a completion, and is no action
+        written = rollout.segment_ids[:, mask.shape[1] - rule.max_length :] > 0
+        outcomes = outcomes._replace(lengths=written.sum(1, dtype=jnp.int32))
+    return rule(outcomes)
 
 
 def member_scores(

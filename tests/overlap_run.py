@@ -8,6 +8,7 @@ A process of its own, because the session's 8 CPU devices take one program at a 
 import dataclasses
 import json
 import os
+import shutil
 import signal
 import sys
 import threading
@@ -120,6 +121,36 @@ def in_flight(options):
     return run, in_time
 
 
+def in_turns(options):
+    """A run that samples each batch before the update, in one thread, and whether it said so."""
+    import tiny_run
+
+    from jaxrl_lm import flight
+
+    apart, flight.one_at_a_time = flight.one_at_a_time, lambda: True
+    try:
+        run, printed = tiny_run.run(options)
+    finally:
+        flight.one_at_a_time = apart
+    return run, "take turns here" in printed
+
+
+def endings(*, completions):
+    """A completion's first half is a step, rows that end with a digit have none."""
+    return [None if text[-1:].isdigit() or len(text) < 2 else [(len(text) // 2, 0.5)] for text in completions]
+
+
+# Batches with all that a batch can have: rewards of steps, log-probs before truncation and after, tokens that the policy
+# did not choose, groups of earlier steps; greedy answers, beside which there are no rewards of steps.
+AHEAD = {"max_off_policy_steps": 1, "reward_weights": (2.0, 0.01)}
+RICH = {
+    "steps": AHEAD
+    | {"step_reward": "overlap_run:endings", "step_credit": "last", "top_p": 0.9, "forced_tokens": (17,)}
+    | {"replay_groups": 1, "max_steps": 4, "beta": 0.05},
+    "greedy": AHEAD | {"preset": "remax"},
+}
+
+
 def at_call(number, function):
     calls = []
     return lambda **_: calls.append(0) or (len(calls) == number and function())
@@ -175,6 +206,23 @@ def main(directory):
         go("stopped", **ahead | {"max_steps": 2})
         found["stopped"] = [stopped.step, stopped.interrupted, same(straight, go("stopped", **ahead))]
         found["flight_fails"] = failing("flight_fails", 3, **ahead)
+        turns, told = in_turns(given("turns", **ahead))
+        found["turns"] = [told, same(straight, turns)]
+        for name, changes in RICH.items():
+            whole, last = go(name, **changes), changes.get("max_steps", 2)
+            with Checkpoints(directory / name / "checkpoints", read_only=True) as checkpoints:
+                waits = checkpoints.restore_host(step=last - 1)["flight"]
+            shutil.copytree(directory / name, directory / f"{name}_resumed")
+            shutil.rmtree(directory / f"{name}_resumed" / "checkpoints" / str(last))
+            resumed = go(f"{name}_resumed", **changes)
+            found[name] = {
+                "arrays": sorted(waits["arrays"]),
+                "steps": len(resumed.metrics),
+                "same": same(whole, resumed),
+            }
+            names = ("kl", "sqrt_kl", "completions/mean_length", "completions/mean_actions")
+            found[name]["kl"] = [whole.metrics[-1].get(each) for each in names]
+            found[name]["replayed"] = whole.metrics[-1].get("replay/groups", 0.0)
         after = go("flight_fails", **ahead)
         found["after_failure"] = [row["sampling/off_policy_steps"] for row in after.metrics]
     print(json.dumps(found))

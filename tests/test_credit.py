@@ -15,6 +15,7 @@ from jaxrl_lm.credit import Credit, CreditRule, Outcomes, action_ids
 from jaxrl_lm.metrics import result
 from jaxrl_lm.models import build
 from jaxrl_lm.objectives import ImplicitObjective, PolicyObjective
+from jaxrl_lm.rows import credit_rows
 from jaxrl_lm.score import score
 from jaxrl_lm.steps import implicit_rows
 from jaxrl_lm.types import Frozen, Rollout, Scores
@@ -109,6 +110,33 @@ def test_filters_judge_raw_returns_and_shaping_follows():
     np.testing.assert_allclose(
         found.advantages, np.where(MASK & kept[:, None], np.asarray(expected)[:, None], 0), rtol=1e-5, atol=1e-6
     )
+
+
+@pytest.mark.parametrize("options", [{"overlong_buffer": 3}, {"length_penalty": 0.5}])
+def test_forced_tokens_count_in_lengths_as_they_take_room(options):
+    """Completions of 1 to 8 tokens, the first two of which are forced into every other row."""
+    room, columns = 8, 10
+    lengths = np.arange(N) % room + 1
+    forced = np.where(np.arange(N) % 2, np.minimum(2, lengths), 0)
+    place = np.arange(columns) - (columns - room)
+    written = np.broadcast_to(place, (N, columns)) < lengths[:, None]  # with the prompt's columns
+    mask = (place >= forced[:, None]) & written
+    zeros = jnp.zeros((N, columns))
+    rollout = Rollout(
+        zeros.astype(jnp.int32), jnp.asarray(written, jnp.int32), jnp.asarray(mask), zeros, None, jnp.zeros(N, bool),
+        jnp.asarray(mask, jnp.int32), zeros.astype(jnp.int32),
+    )  # fmt: skip
+    rule = CreditRule(advantage="constant", group_size=G, max_length=room, **options)
+    ones = jnp.ones(N, bool)
+    found = credit_rows(
+        X["returns"], ones, rollout, None, None, jnp.float32(0), None, None, rule=rule, estimator="k1"
+    ).advantages
+    if "overlong_buffer" in options:
+        paid = algos.overlong_penalty(jnp.asarray(lengths), max_length=room, cache=3)
+        assert np.asarray(paid)[lengths == room].max() == -1  # a full row, whatever was forced into it
+    else:
+        paid = 0.5 * algos.length_penalty(X["returns"], jnp.asarray(lengths), group_size=G, valid=ones)
+    np.testing.assert_allclose(found, np.where(mask, np.asarray(X["returns"] + paid)[:, None], 0), rtol=1e-6)
 
 
 def test_outliers_and_wrong_rows_do_not_learn():
@@ -419,6 +447,9 @@ def test_what_reads_scores_says_so():
     kept = batch(RATED._replace(old=None), keep_old=True)
     np.testing.assert_array_equal(kept.old_logprobs, X["logprobs"])
     np.testing.assert_array_equal(batch(keep_old=True).old_logprobs, X["old"])
+    for name in ("token_scale", "entropy_clip", "top_entropy_share"):  # the scores are there for these alone
+        kept = batch(keep_old=True, sampler_ratio=True, **{name: reads[name]})
+        np.testing.assert_array_equal(kept.old_logprobs, X["logprobs"])
 
 
 def test_a_critic_learns_at_the_first_token_of_each_action():

@@ -30,6 +30,7 @@ from jaxrl_lm.models.heads import critic
 from jaxrl_lm.objectives import PolicyObjective, SFTObjective
 from jaxrl_lm.prepare import prepare, whole_objective
 from jaxrl_lm.rollout import SolveRates
+from jaxrl_lm.runs import NonFiniteError
 from jaxrl_lm.score import score
 from jaxrl_lm.sft import prepare_sft
 from jaxrl_lm.types import Frozen, PolicyBatch, TrainState
@@ -95,8 +96,8 @@ class Played(NamedTuple):
     metrics: list  # each update's own
 
 
-def play(options, dataset, config=GRPOConfig, **given):
-    """A run, and what each of its updates was given and found."""
+def play(options, dataset, config=GRPOConfig, raises=None, **given):
+    """A run, and what each of its updates was given and found. `raises`: an error that ends it, which stands for the run."""
     setup, batches, metrics = prepare(config(**options), dataset=dataset, **given), [], []
 
     def update(state, frozen, batch):
@@ -105,8 +106,12 @@ def play(options, dataset, config=GRPOConfig, **given):
         metrics.append(result(found))
         return state, found
 
-    steps = dataclasses.replace(setup.steps, update=update)
-    return Played(loop.run(setup._replace(steps=steps)), batches, metrics)
+    watched = setup._replace(steps=dataclasses.replace(setup.steps, update=update))
+    if raises is None:
+        return Played(loop.run(watched), batches, metrics)
+    with pytest.raises(raises) as error:
+        loop.run(watched)
+    return Played(error.value, batches, metrics)
 
 
 @pytest.fixture(scope="module")
@@ -323,6 +328,27 @@ def test_a_mixed_run_is_resumed_bit_for_bit(mixed, both):
     assert tiny_run.bits(again.run.state) == tiny_run.bits(both.run.state)
     with pytest.raises(ValueError, match="the training rows are not those that this run was started with"):
         play(given, [*TOLD[:-1], {**TOLD[-1], "completion": "7"}])
+
+
+def test_the_batch_that_is_kept_is_the_one_that_was_not_finite(mixed):
+    """To the last bit, streams too, though the updates after it have moved the weights before it is written."""
+
+    def half(*, completions, **_):
+        return [3e38 if n % 2 and n < 8 else float(n % 4) for n in range(len(completions))]
+
+    found = play(mixed(reward=()), TOLD, raises=NonFiniteError, reward_functions=[half])
+    assert [row["nonfinite"] for row in found.metrics] == [1, 0]
+    assert found.metrics[1]["grad_norm"] > 0
+    assert str(found.run).startswith(
+        "step 1, update 1: the loss or its gradient is not finite; the updates after it were"
+    )
+    leaves = jax.tree_util.tree_leaves_with_path(found.batches[0])
+    given = {jax.tree_util.keystr(where, simple=True, separator="."): leaf for where, leaf in leaves}
+    path = Path(str(found.run).split("the batch is in ")[1].split(". ")[0])
+    with np.load(path) as kept:
+        assert set(kept) == set(given)
+        for name, leaf in given.items():
+            assert kept[name].tobytes() == np.asarray(leaf).tobytes(), name
 
 
 def test_pairs_are_compared_with_the_reference_that_there_is(mixed, model, other):

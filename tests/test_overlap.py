@@ -14,15 +14,21 @@ import jax
 import numpy as np
 import overlap_run
 import pytest
+import test_replay
 import tiny_run
 from test_generate import EOS, random_params, requests, same
 from test_slots import COLUMNS, LIMITS, NEW, ROWS, SEGMENTS, TEMPERATURE, TOKENS
 
 from jaxrl_lm import GRPOConfig, chunks, loop
+from jaxrl_lm.assemble import make_batch_rules
 from jaxrl_lm.checks import check, old_logprobs_of, resolve_algorithm
 from jaxrl_lm.config import SamplingConfig
 from jaxrl_lm.generate import collect, generate, prepare_decode
+from jaxrl_lm.host import make_host
 from jaxrl_lm.models import build
+from jaxrl_lm.placement import Placement
+from jaxrl_lm.rollout import earlier, replay
+from jaxrl_lm.sharding import build_plan
 
 # --- decoding in chunks -----------------------------------------------------------------------------------------------
 
@@ -105,6 +111,28 @@ def test_a_run_with_a_batch_in_flight_resumes_to_the_same_bits(found):
     assert found["stopped"] == [1, True, True]
 
 
+def test_a_thread_changes_no_bit(found):
+    assert found["turns"] == [True, True]
+
+
+def test_a_batch_that_waits_keeps_all_that_a_batch_can_have(found):
+    """Resumed from the checkpoint before the last one, to the same bits."""
+    steps, greedy = found["steps"], found["greedy"]
+    assert {"step_rewards", "step_ends", "behaviour_logprobs", "logprobs"} < set(steps["arrays"])
+    assert steps["replayed"] == 1.0
+    assert "greedy_returns" in greedy["arrays"]
+    for one in (steps, greedy):
+        assert (one["steps"], one["same"]) == (1, True)
+
+
+def test_the_kl_of_a_completion_is_that_of_the_tokens_that_the_policy_chose(found):
+    kl, root, length, actions = found["steps"]["kl"]
+    assert actions == length - 1  # the first one is forced
+    assert kl > 1e-4
+    assert root == pytest.approx((kl * actions) ** 0.5)
+    assert found["greedy"]["kl"][-1] is None
+
+
 def test_a_reward_that_raises_in_a_thread_stops_the_run_as_ever(found):
     for name, rows, steps in (("chunk_fails", "4 to 7", [1]), ("flight_fails", "0 to 15", [1, 2])):
         assert f"reward 'digits' raised KeyError: 'no ground truth' on a call with rows {rows}" in found[name]["error"]
@@ -112,10 +140,40 @@ def test_a_reward_that_raises_in_a_thread_stops_the_run_as_ever(found):
     assert found["after_failure"] == [0.0]  # the batch that failed is sampled anew, by the newest weights
 
 
+# --- what a step remembers ----------------------------------------------------------------------------------------------
+
+
+def test_a_snapshot_is_of_its_time_and_packs_nothing_before_it_is_read(monkeypatch):
+    packed = []
+    for module in (earlier, replay):
+        monkeypatch.setattr(module, "pack_array", lambda x, pack=module.pack_array: packed.append(0) or pack(x))
+    given = config(replay_groups=1, num_speculative_tokens=2, speculative_source="last_epoch")
+    host = make_host(given, test_replay.DATASET, 0.0)
+    test_replay.put(host.replay, *test_replay.step_of(0, [1, 2]))
+    host.earlier.put([3, 4], [[1, 2], [3]])
+    before = host.snapshot()
+    host.calls, host.kl_coef = 5, 0.5
+    host.prompts.draw(1, 4)
+    host.rates.observe([3], np.array([0.5]))
+    host.replay.take(1, policy_step=10)
+    test_replay.put(host.replay, *test_replay.step_of(1, [3]))
+    host.earlier.put([4], [[5, 6]])
+    assert packed == []
+    now, after = before(), host.state()
+    assert packed
+    other = make_host(given, test_replay.DATASET, 0.0)
+    other.load(json.loads(json.dumps(now)), rows=test_replay.DATASET)
+    assert other.state() == now
+    for name in ("calls", "kl_coef", "prompts", "rates", "replay", "earlier"):
+        assert now[name] != after[name], name
+    assert [group["solve_rate"] for group in now["replay"]["groups"]] == [0.25, 0.5]
+    assert [ids.tolist() for ids in other.earlier.of([3, 4], 1)] == [[1, 2], [3]]
+
+
 # --- several CPU devices: programs take turns ---------------------------------------------------------------------------
 
 
-def test_on_a_mesh_chunks_and_a_batch_in_flight_change_no_bit_either(tmp_path):
+def test_on_a_mesh_chunks_change_no_bit_either_and_a_batch_is_sampled_before_the_update(tmp_path):
     model, data = tiny_run.save_model(tmp_path / "model", num_layers=1), tiny_run.write_data(tmp_path)
     mesh = {"data": 2, "fsdp": 2, "tensor": 2}
     given = lambda name, **changes: overlap_run.options(
@@ -142,6 +200,27 @@ def test_on_a_mesh_chunks_and_a_batch_in_flight_change_no_bit_either(tmp_path):
     assert set(held) == {(True, 0)}  # a chunk takes the cache over in place
 
 
+@pytest.mark.parametrize(
+    ("train", "rollout", "places", "rewards", "crosses"),
+    [
+        (8, 0, {}, False, True),  # one mesh: decoding and updates are on the same devices
+        (1, 0, {}, True, False),  # one device: its programs queue
+        (4, 4, {}, False, False),
+        (4, 4, {"reference": "rollout_mesh"}, False, True),  # scoring meets decoding
+        (7, 1, {"reference": "rollout_mesh"}, False, False),
+        (4, 4, {}, True, True),  # rewards meet the update
+        (4, 4, {"reward": "host"}, True, True),
+        (4, 4, {"reward": "rollout_mesh"}, True, False),
+        (1, 7, {}, True, False),
+    ],
+)
+def test_two_threads_never_share_several_devices(train, rollout, places, rewards, crosses):
+    devices = jax.devices()
+    plan = build_plan({"data": train}, devices=devices[:train])
+    other = build_plan({"data": rollout}, devices=devices[-rollout:]) if rollout else plan
+    assert Placement(plan, other, **places).crosses(rewards=rewards) == crosses
+
+
 # --- options ------------------------------------------------------------------------------------------------------------
 
 
@@ -159,6 +238,14 @@ def config(**changes):
             {"max_off_policy_steps": 1, "surrogate": "policy-gradient", "sampler_correction": "none"},
             "max_off_policy_steps=1 with surrogate='policy-gradient' needs a sampler_correction",
         ),
+        (
+            {"max_off_policy_steps": 1, "surrogate": "policy-gradient", "old_logprobs": "sampler"},
+            "max_off_policy_steps=1 with surrogate='policy-gradient' needs a sampler_correction",
+        ),
+        (
+            {"max_off_policy_steps": 1, "sampler_correction": "none"},
+            "max_off_policy_steps=1 with sampler_correction='none' and old_logprobs='recompute': .* give a ",
+        ),
     ],
 )
 def test_what_does_not_go_together_is_refused(changes, message):
@@ -173,3 +260,30 @@ def test_older_weights_ask_for_a_ratio():
     check(ahead, 1)
     assert old_logprobs_of(ahead) == "recompute"
     assert resolve_algorithm(ahead).sampler_correction == "token_truncate"
+    check(config(max_off_policy_steps=1, old_logprobs="sampler"), 1)
+
+
+@pytest.mark.parametrize(
+    "reads", [{}, {"token_scale": "entropy"}, {"entropy_clip": "clip_cov"}, {"top_entropy_share": 0.5}]
+)
+def test_the_ratio_is_to_the_sampler_or_a_correction_weighs_it_whatever_else_reads_scores(reads):
+    lagged = lambda **changes: rules(max_off_policy_steps=1, **reads, **changes)[0]
+    to_sampler, corrected = (
+        lagged(old_logprobs="sampler"),
+        lagged(old_logprobs="sampler", sampler_correction="token_mask"),
+    )
+    assert to_sampler.keep_old
+    assert to_sampler.sampler_ratio
+    assert to_sampler.needs_old == bool(reads)
+    for rule in (corrected, lagged()):  # the gap is weighed once
+        assert rule.keep_old
+        assert not rule.sampler_ratio
+        assert rule.sampler_correction != "none"
+    # Where the sampler was too far from the scorer, the ratio is to the scored policy.
+    plain, scored = rules(**reads, num_iterations=2, old_logprobs="sampler")
+    assert (plain.sampler_ratio, scored.sampler_ratio) == (True, False)
+
+
+def rules(**changes):
+    given = config(**changes)
+    return make_batch_rules(given, resolve_algorithm(given), None)  # no planning_tokens: nothing is encoded

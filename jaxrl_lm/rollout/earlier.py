@@ -18,6 +18,12 @@ class Earlier:
     def __init__(self):
         self._rows: dict[int, list[np.ndarray]] = {}  # by the prompt's index in the dataset
 
+    def __copy__(self) -> "Earlier":
+        """One that later completions do not change; the arrays are the same."""
+        found = Earlier()
+        found._rows = dict(self._rows)
+        return found
+
     def __len__(self) -> int:
         return len(self._rows)
 

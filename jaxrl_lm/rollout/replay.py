@@ -44,6 +44,12 @@ class Replay:
         self._size, self._max_age = size, max_age
         self._groups: list[Group] = []  # in the order they were put in
 
+    def __copy__(self) -> "Replay":
+        """A buffer of its own with the same groups."""
+        found = Replay(self._size, self._max_age)
+        found._groups = list(self._groups)
+        return found
+
     def __len__(self) -> int:
         return len(self._groups)
 
