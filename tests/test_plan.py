@@ -542,7 +542,9 @@ def test_the_decode_loop_that_is_looked_at_is_that_of_the_run(changed, tiny):
     model = plan_decode.planned_model(config, model_config, plan)
     state = plan_decode.decode_state(model, planned_sampling(config), step)
     carried = [x.aval.shape for x in main_carry(step.trace().jaxpr)]
-    for x in jax.tree.leaves(state._replace(prefixes=(), next=(), order=(), total=())):  # which a loop may read and not write
+    for x in jax.tree.leaves(
+        state._replace(prefixes=(), next=(), order=(), total=())
+    ):  # which a loop may read and not write
         assert x.shape in carried, x
         carried.remove(x.shape)
 
@@ -568,13 +570,9 @@ def main_carry(jaxpr):
 def test_the_decode_loop_that_is_looked_at_attends_as_the_mesh_allows(tiny):
     """Splash needs heads and their keys on the same axes."""
     wide = dataclasses.replace(open_model_config(tiny().model), head_dim=64)
-    found = [
-        plan_decode.planned_model(tiny(), wide, plan).config.attention_implementation
-        for plan in (
-            four_devices(),
-            dataclasses.replace(four_devices(), rules=tuple((RULES | {"kv_heads": None}).items())),
-        )
-    ]
+    mesh = AbstractMesh((1, 2, 1, 2), AXES, axis_types=(AxisType.Auto,) * 4)  # of the devices of the topology
+    plans = (Plan(mesh), Plan(mesh, rules=tuple((RULES | {"kv_heads": None}).items())))
+    found = [plan_decode.planned_model(tiny(), wide, plan).config.attention_implementation for plan in plans]
     assert found == ["splash", "xla"]
 
 
