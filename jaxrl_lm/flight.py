@@ -39,17 +39,20 @@ class Flight:
     """At most one batch. In each step, once: `take`, `launch`, `land`. To be used as a context manager, which ends with
     the thread.
 
-    Where programs must be given to the devices one at a time, or by several processes in one order, there is no thread:
-    the batch is sampled at `launch`, before the update, by the same weights.
+    Where programs must be given to the devices one at a time, or in one order, there is no thread: the batch is sampled at
+    `launch`, before the update, by the same weights. One order is asked for by several processes, and by several devices
+    that both sides use: of two programs that two threads give to them, one device may get the one first and another device
+    the other, and the collectives of each then wait for participants that stand in a queue behind the other's.
     """
 
     def __init__(self, setup: Setup):
         self._setup = setup
         # Typed keys outlive no donation; this one has the bits of the state's.
         self._key = place(jax.random.key(setup.config.seed), setup.steps.plan.replicated)
-        self._pool = None if several() or one_at_a_time() else ThreadPoolExecutor(1, "flight")
+        turns = several() or one_at_a_time() or (jax.device_count() > 1 and shares_devices(setup))
+        self._pool = None if turns else ThreadPoolExecutor(1, "flight")
         self._call: Future | None = None
-        self._step, self._clock, self._before = 0, Clock(), {}
+        self._step, self._clock, self._before = 0, Clock(), dict
         self._batch: Ahead | None = None
         self._error: Exception | None = None
 
@@ -77,8 +80,7 @@ class Flight:
         """Begins with the batch of the next step, by the weights after `step`. Until it lands the thread alone moves what
         of the host is `DRAWN`."""
         self._step, self._clock = step, Clock()
-        now = host.state()
-        self._before = {name: now[name] for name in DRAWN}
+        self._before = host.snapshot(DRAWN)
         options = {"step": step + 2, "policy_step": policy_step, "clock": self._clock}
         given = (self._setup, host, decode_params, self._key)
         if self._pool is not None:
@@ -98,7 +100,7 @@ class Flight:
                 drawn = self._call.result()
         except Exception as error:
             self._error = error
-            host.load(host.state() | self._before, rows=self._setup.prompts.rows)
+            host.load(host.state() | self._before(), rows=self._setup.prompts.rows)
             return
         finally:
             self._call = None
@@ -177,6 +179,14 @@ class Flight:
             fresh=[],
         )
         self._batch = Ahead(found, saved["after"], saved["seconds"])
+
+
+def shares_devices(setup: Setup) -> bool:
+    """Whether drawing a batch gives programs to devices that a step has programs for too: sampling by those of training,
+    scores of a reference by those of sampling, reward models by those of training."""
+    place, judges = setup.steps.placement, (*setup.rewards, *filter(None, [setup.step_reward]))
+    judged_there = place.reward != "rollout_mesh" and any(judge.everywhere for judge in judges)
+    return not place.apart or place.reference == "rollout_mesh" or judged_there
 
 
 def _steps(saved: Mapping[str, Any] | None, arrays: Mapping[str, np.ndarray]) -> StepRewards | None:

@@ -5,7 +5,7 @@ It is saved as JSON with each checkpoint, so that a resumed run goes on as if it
 
 import dataclasses
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 from jaxrl_lm import algos
@@ -13,6 +13,7 @@ from jaxrl_lm.config import GRPOConfig
 from jaxrl_lm.rollout import CategoryBandit, Curriculum, Earlier, Replay, Shuffled, SolveRates, categories_of
 
 MOVING = ("tokens", "calls", "updates", "kl_coef", "entropy_coef", "entropy_bonus", "lr_scale", "scored", "spent")
+PARTS = (*MOVING, "prompts", "rates", "replay", "earlier")
 
 
 @dataclasses.dataclass
@@ -35,13 +36,21 @@ class Host:
 
     def state(self) -> dict[str, Any]:
         """A JSON table."""
-        saved = {name: getattr(self, name) for name in MOVING} | {"prompts": self.prompts.state()}
-        own = getattr(self.prompts, "table", None) is self.rates  # the curriculum saves it
-        return saved | {
-            "rates": None if own else self.rates.state(),
-            "replay": None if self.replay is None else self.replay.state(),
-            "earlier": None if self.earlier is None else self.earlier.state(),
-        }
+        return self.snapshot()()
+
+    def snapshot(self, names: Sequence[str] = PARTS) -> Callable[[], dict[str, Any]]:
+        """What makes a JSON table of these parts as they are now, also when they have moved on: completions and groups are
+        packed when it is called, and until then only referred to."""
+        parts = {name: self._part(name) for name in names}
+        return lambda: {name: part() for name, part in parts.items()}
+
+    def _part(self, name: str) -> Callable[[], Any]:
+        part = getattr(self, name)
+        own = name == "rates" and getattr(self.prompts, "table", None) is part  # the curriculum saves it
+        if name in ("replay", "earlier") and part is not None:
+            return part.snapshot()
+        value = None if own else part.state() if name in ("prompts", "rates") else part
+        return lambda: value
 
     def load(self, state: Mapping[str, Any], *, rows: Sequence[Mapping[str, Any]]) -> None:
         """Goes on from a saved table. Raises ValueError where it is of another dataset."""

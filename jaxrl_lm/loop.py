@@ -41,8 +41,8 @@ from jaxrl_lm.types import Frozen, TrainState
 from jaxrl_lm.update import Objective
 
 TURNS = (
-    "max_off_policy_steps=1: sampling and updates take turns here (several CPU devices, or several processes): the next "
-    "batch is sampled before each update instead of beside it"
+    "max_off_policy_steps=1: sampling and updates take turns here (they share several devices, or are made by several "
+    "processes): the next batch is sampled before each update instead of beside it"
 )
 
 
@@ -110,19 +110,19 @@ def run(setup: Setup) -> Run:
         if done == 0:
             _before_first_step(setup, state, frozen, report)
         step, save_time, spent, signalled = done, 0.0, host.spent, False
-        before = host.state()  # of the last whole step
+        before = host.snapshot()  # of the last whole step
         for step in range(done + 1, setup.total_steps + 1) if spent is None else ():
             try:
                 state, values, table = _step(setup, host, flight, state, frozen, step)
             except RewardError:
                 if step > 1:  # nothing of the steps before is lost
-                    _save(setup, checkpoints, step - 1, state, before, {})
+                    _save(setup, checkpoints, step - 1, state, before(), {})
                     checkpoints.wait()
                 raise
             values["time/checkpoint"] = save_time
             state = _move_reference(setup, state, step)
             state, spent = _within_limits(setup, host, state, values, report)
-            before = host.state()
+            before = host.snapshot()
             last = step == setup.total_steps or spent is not None
             evaluates = config.eval_steps and setup.eval_sets and (step % config.eval_steps == 0 or last)
             if evaluates:
@@ -135,7 +135,7 @@ def run(setup: Setup) -> Run:
             stopping = last or signalled
             save_time = time.perf_counter()
             if stopping or (config.save_steps and step % config.save_steps == 0) or config.best_metric in values:
-                _save(setup, checkpoints, step, state, before, values, flight)
+                _save(setup, checkpoints, step, state, before(), values, flight)
             save_time = time.perf_counter() - save_time
             if stopping:
                 break

@@ -11,6 +11,7 @@ import subprocess
 import sys
 
 import jax
+import jax.numpy as jnp
 import numpy as np
 import overlap_run
 import pytest
@@ -18,11 +19,13 @@ import tiny_run
 from test_generate import EOS, random_params, requests, same
 from test_slots import COLUMNS, LIMITS, NEW, ROWS, SEGMENTS, TEMPERATURE, TOKENS
 
-from jaxrl_lm import GRPOConfig, chunks, loop
+from jaxrl_lm import GRPOConfig, chunks, flight, loop
 from jaxrl_lm.checks import check, old_logprobs_of, resolve_algorithm
 from jaxrl_lm.config import SamplingConfig
-from jaxrl_lm.generate import collect, generate, prepare_decode
+from jaxrl_lm.generate import PAUSED, begin, collect, generate, prepare_decode
 from jaxrl_lm.models import build
+from jaxrl_lm.prepare import prepare
+from jaxrl_lm.rewards import Everywhere, RewardFunction
 
 # --- decoding in chunks -----------------------------------------------------------------------------------------------
 
@@ -60,6 +63,17 @@ def test_chunks_give_the_bits_of_one_run_and_show_each_row_once_it_has_ended(mod
     for ended, tokens, action_mask in seen:  # what has been shown of an ended row is whole
         np.testing.assert_array_equal(action_mask[ended], mask[ended])
         np.testing.assert_array_equal(np.where(action_mask, tokens, 0)[ended], kept[ended])
+
+
+def test_a_row_that_waits_between_turns_has_not_ended(model, weights):
+    sampling = SamplingConfig(max_new_tokens=NEW, eos_token_ids=EOS, pad_token_id=0, slots=8, observation_columns=2)
+    asked = requests(TOKENS, SEGMENTS, keys=jax.random.split(jax.random.key(0), ROWS), max_new=np.full(ROWS, NEW))
+    state = jax.jit(functools.partial(begin, model=model, sampling=sampling))(weights, asked)
+    state = state._replace(next=state.total)  # the queue is empty: rows have a slot, or have ended
+    held = np.isin(np.arange(ROWS), np.asarray(state.request))
+    for waits in (np.zeros(8, bool), np.arange(8) % 2 == 0, np.ones(8, bool)):
+        now = state._replace(request=jnp.where(waits, PAUSED - state.request, state.request))
+        np.testing.assert_array_equal(chunks.ended_rows(now), ~held)
 
 
 # --- a process with one device: threads run beside the programs ---------------------------------------------------------
@@ -140,6 +154,31 @@ def test_on_a_mesh_chunks_and_a_batch_in_flight_change_no_bit_either(tmp_path):
     assert overlap_run.same(straight, chunked)
     assert [row["sampling/off_policy_steps"] for row in straight.metrics] == [0.0, 1.0]
     assert set(held) == {(True, 0)}  # a chunk takes the cache over in place
+
+
+def test_a_thread_samples_only_where_it_has_the_devices_for_itself(tmp_path, monkeypatch):
+    """As on accelerators, where programs queue on each device: two threads' programs must not meet there."""
+    monkeypatch.setattr(flight, "one_at_a_time", lambda: False)
+    model, data = tiny_run.save_model(tmp_path / "model", num_layers=1), tiny_run.write_data(tmp_path)
+    given = overlap_run.options(
+        model, data, tmp_path / "run", mesh={"data": 4}, rollout_mesh={"data": 4}, max_off_policy_steps=1
+    )
+    setup = prepare(GRPOConfig(**given))
+    place = setup.steps.placement
+    judge = RewardFunction("judge", type("Judge", (Everywhere,), {})())
+    cases = [
+        ({}, {}, False),
+        ({"rollout": place.train}, {}, True),
+        ({"reference": "rollout_mesh"}, {}, True),
+        ({}, {"rewards": (*setup.rewards, judge)}, True),
+        ({}, {"step_reward": judge}, True),
+        ({"reward": "host"}, {"step_reward": judge}, True),
+        ({"reward": "rollout_mesh"}, {"step_reward": judge}, False),
+    ]
+    for there, other, turns in cases:
+        steps = dataclasses.replace(setup.steps, placement=dataclasses.replace(place, **there))
+        with flight.Flight(setup._replace(steps=steps, **other)) as made:
+            assert made.takes_turns == turns, (there, other)
 
 
 # --- options ------------------------------------------------------------------------------------------------------------

@@ -19,10 +19,11 @@ from test_slots import GROUP, LIMITS, NEW, ROWS, SEGMENTS, TEMPERATURE, TOKENS
 
 from jaxrl_lm import speculate
 from jaxrl_lm.checkpoint import Checkpoints
-from jaxrl_lm.config import SamplingConfig
+from jaxrl_lm.config import GRPOConfig, SamplingConfig
 from jaxrl_lm.generate import decode, generate, prepare_decode, read_prompts, start
+from jaxrl_lm.host import make_host
 from jaxrl_lm.models import build, decode_specs
-from jaxrl_lm.rollout import Earlier
+from jaxrl_lm.rollout import Earlier, earlier
 from jaxrl_lm.score import score
 from jaxrl_lm.sharding import Plan, make_mesh
 
@@ -284,7 +285,7 @@ def test_drafts_that_do_not_fit(model, weights):
 # --- runs -------------------------------------------------------------------------------------------------------------
 
 
-def test_a_run_guesses_from_its_last_epoch_and_goes_on_bit_for_bit(cached, tmp_path):
+def test_a_run_guesses_from_its_last_epoch_and_goes_on_bit_for_bit(cached, tmp_path, monkeypatch):
     """Every step samples all prompts; what they were completed with is part of a checkpoint."""
     rows = tiny_run.write_rows(tmp_path / "train.jsonl", tiny_run.problems("train", 8))
     model, data, found = (
@@ -296,9 +297,13 @@ def test_a_run_guesses_from_its_last_epoch_and_goes_on_bit_for_bit(cached, tmp_p
     own |= {"mesh": {"data": 8}, "num_iterations": 1, "minibatch_completions": None, "eval_steps": 0, "max_steps": 2}
     own |= {"probe_prompts": 0, "prompt_buckets": (), "prompts_per_step": 8, "num_generations": 2, "temperature": 0.1}
     own |= {"num_speculative_tokens": DRAFT, "speculative_source": "last_epoch", "learning_rate": 1e-4}
-    for name in ("straight", "resumed"):
+    packed, pack = [], earlier._table
+    monkeypatch.setattr(earlier, "_table", lambda rows: packed.append(len(rows)) or pack(rows))
+    for name, saves in (("straight", 2), ("resumed", 1)):
+        packed.clear()
         run, printed = tiny_run.run(tiny_run.options(model, data, tmp_path / name, **own))
         assert ("resumed from step 1" in printed) == (name == "resumed")
+        assert packed == [8] * saves  # for checkpoints alone
         metrics = run.metrics[-1]
         passes = {key: value for key, value in metrics.items() if key.startswith("speculation/")}
         with Checkpoints(run.directory / "checkpoints", read_only=True) as checkpoints:
@@ -316,17 +321,34 @@ def test_a_run_guesses_from_its_last_epoch_and_goes_on_bit_for_bit(cached, tmp_p
     assert metrics["speculation/tokens_per_pass"] > 1.3
 
 
+def test_what_a_host_knew_is_packed_when_it_is_asked_for():
+    config = GRPOConfig(
+        model="m", dataset="d", output_dir="o", num_speculative_tokens=2, speculative_source="last_epoch",
+        replay_groups=1, prompts_per_step=2,
+    )  # fmt: skip
+    host = make_host(config, [{"prompt": "a"}] * 4, 0.0)
+    host.earlier.put([1], [[1, 2], [3]])
+    known, drawn, whole = host.state(), host.snapshot(("prompts", "calls", "replay")), host.snapshot()
+    host.earlier.put([1, 0], [[4], [5], [6], [7]])
+    host.calls += 1
+    host.prompts.draw(1, 2)
+    assert whole() == known != host.state()
+    assert drawn() == {name: known[name] for name in ("prompts", "calls", "replay")}
+
+
 def test_earlier_completions_come_back():
-    earlier = Earlier()
-    earlier.put([4, 2], [[1, 2, 3], [], [5], [6, 7]])
-    earlier.put([2], [[8, 9], [5]])
+    known = Earlier()
+    known.put([4, 2], [[1, 2, 3], [], [5], [6, 7]])
+    before = known.snapshot()
+    known.put([2], [[8, 9], [5]])
+    assert before() != known.state()
     again = Earlier()
-    again.load(json.loads(json.dumps(earlier.state())))
-    for one in (earlier, again):
+    again.load(json.loads(json.dumps(known.state())))
+    for one in (known, again):
         assert [ids.tolist() for ids in one.of([2, 7, 4], 3)] == [[8, 9], [5], [], [], [], [], [1, 2, 3], [], []]
         assert len(one) == 2
     empty = Earlier()
     empty.load(json.loads(json.dumps(Earlier().state())))
     assert len(empty) == 0
     with pytest.raises(ValueError, match="3 completions are not a multiple of 2 prompts"):
-        earlier.put([0, 1], [[1]] * 3)
+        known.put([0, 1], [[1]] * 3)

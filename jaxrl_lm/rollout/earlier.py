@@ -4,7 +4,8 @@ The samples do not depend on drafts but for the rounding of log-probs (`speculat
 bits, so that they are part of its state.
 """
 
-from collections.abc import Mapping, Sequence
+import functools
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import numpy as np
@@ -40,14 +41,11 @@ class Earlier:
 
     def state(self) -> dict[str, Any]:
         """A JSON table."""
-        rows = list(self._rows.values())
-        flat = [ids for row in rows for ids in row]
-        return {
-            "indices": list(self._rows),
-            "counts": [len(row) for row in rows],
-            "lengths": pack_array(np.asarray([len(ids) for ids in flat], np.int32)),
-            "tokens": pack_array(np.concatenate([np.zeros((0,), np.int32), *flat])),
-        }
+        return self.snapshot()()
+
+    def snapshot(self) -> Callable[[], dict[str, Any]]:
+        """What makes the table of the completions that are there now; nothing is packed before it is called."""
+        return functools.partial(_table, dict(self._rows))  # a prompt's completions are replaced, never written to
 
     def load(self, state: Mapping[str, Any]) -> None:
         """Goes on from a saved table."""
@@ -57,3 +55,13 @@ class Earlier:
             index: [next(flat) for _ in range(count)]
             for index, count in zip(state["indices"], state["counts"], strict=True)
         }
+
+
+def _table(rows: Mapping[int, Sequence[np.ndarray]]) -> dict[str, Any]:
+    flat = [ids for row in rows.values() for ids in row]
+    return {
+        "indices": list(rows),
+        "counts": [len(row) for row in rows.values()],
+        "lengths": pack_array(np.asarray([len(ids) for ids in flat], np.int32)),
+        "tokens": pack_array(np.concatenate([np.zeros((0,), np.int32), *flat])),
+    }

@@ -6,7 +6,7 @@ importance ratio is against those. Next to read: `select.join`, which puts group
 
 import base64
 import zlib
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any, Literal, NamedTuple
 
 import numpy as np
@@ -105,7 +105,12 @@ class Replay:
 
     def state(self) -> dict[str, Any]:
         """A JSON table of all groups, bit for bit; dataset rows are named by their index."""
-        return {"groups": [_to_json(group) for group in self._groups]}
+        return self.snapshot()()
+
+    def snapshot(self) -> Callable[[], dict[str, Any]]:
+        """What makes the table of the groups that are there now; nothing is packed before it is called."""
+        groups = list(self._groups)  # which are never written to
+        return lambda: {"groups": [_to_json(group) for group in groups]}
 
     def load(self, state: Mapping[str, Any], *, rows: Sequence[dict[str, Any]]) -> None:
         """Replaces the buffer by a saved one, or the last of it where `size` is smaller now; `rows` is the dataset.
