@@ -276,14 +276,14 @@ def test_a_run_is_sampled_as_it_was_trained(tmp_path):
     assert (found.temperature, found.num_generations, found.seed, found.dataset) == (0.9, 8, 0, "x")
 
 
-RULES = {"min_new_tokens": 2, "forced_tokens": (5,), "max_thinking_tokens": 3, "end_of_thinking": "#"}
-RULES |= {"vocabulary_mask": "a:b", "top_k": 4}
+OF_THE_RUN = {"min_new_tokens": 2, "forced_tokens": (5,), "max_thinking_tokens": 3, "end_of_thinking": "#"}
+OF_THE_RUN |= {"vocabulary_mask": "a:b", "top_k": 4}
 
 
 @pytest.mark.parametrize("command", ["label-steps", "search"])
 def test_what_goes_on_from_prefixes_leaves_a_runs_rules_of_whole_completions_out(command, tmp_path, capsys):
     """The run's model is not there, so that the command ends once its options are known."""
-    run = GRPOConfig(model="/nowhere", dataset="d", output_dir="o", **RULES)
+    run = GRPOConfig(model="/nowhere", dataset="d", output_dir="o", **OF_THE_RUN)
     (tmp_path / "config.toml").write_text(to_toml(run))
     rows = tiny_run.write_rows(tmp_path / "rows.jsonl", tiny_run.problems("train", 1))
     own = {"model": str(tmp_path), "dataset": rows, "reward": ("arithmetic",), "mesh": {"data": 1}}
@@ -306,7 +306,7 @@ def test_what_goes_on_from_prefixes_leaves_a_runs_rules_of_whole_completions_out
         in said
     )
     whole = with_options_of_run(made)
-    assert {name: getattr(whole, name) for name in RULES} == RULES
+    assert {name: getattr(whole, name) for name in OF_THE_RUN} == OF_THE_RUN
     with pytest.raises(ValueError, match="counts from the first token"):
         check(dataclasses.replace(made, min_new_tokens=2))
 
