@@ -17,6 +17,7 @@ from jaxrl_lm.distributed import gather, one_at_a_time
 from jaxrl_lm.generate import EMPTY, DecodeState, decode
 from jaxrl_lm.generate import begin as begin_decoding
 from jaxrl_lm.models import Model
+from jaxrl_lm.turns import row_of
 from jaxrl_lm.types import Params, Requests, Rollout
 
 
@@ -69,7 +70,7 @@ def ended_rows(state: DecodeState) -> Bool[Array, "N"]:
     parts, own = state.order.shape
     places = jnp.arange(own, dtype=jnp.int32)[None]
     waits = (places >= state.next[:, None]) & (places < state.total[:, None])
-    slots = state.request.reshape(parts, -1)
+    slots = row_of(state).reshape(parts, -1)  # a row that waits between two turns has not ended
     busy = jnp.where(slots == EMPTY, own, slots)  # an empty slot's row is outside
 
     def one(order, waits, busy):

@@ -39,9 +39,9 @@ def _as_generation(config: ToolOptions, **changes: Any) -> GenerateConfig:
     return GenerateConfig(model=config.model, **{name: getattr(config, name) for name in _SHARED} | changes)
 
 
-def with_options_of_run(config: Options) -> Options:
+def with_options_of_run(config: Options, *, from_prefixes: bool = False) -> Options:
     """The config with the prompt and sampling options of the run that its model names, see `with_run_options`."""
-    taken = with_run_options(_as_generation(config))
+    taken = with_run_options(_as_generation(config), from_prefixes=from_prefixes)
     return dataclasses.replace(config, **{name: getattr(taken, name) for name in _SHARED})
 
 
@@ -151,9 +151,11 @@ class Completer:
             yield batch, sampler(self._weights, self._key, prompts, batch, temperature=heat, **options)
 
 
-def open_tool(config: Options) -> tuple[Options, Plan, tuple[RewardFunction, ...], list[Row]]:
+def open_tool(
+    config: Options, *, from_prefixes: bool = False
+) -> tuple[Options, Plan, tuple[RewardFunction, ...], list[Row]]:
     """The config with the options of its run, the mesh, the verifier and the rows: everything before the model."""
-    config = with_options_of_run(config)
+    config = with_options_of_run(config, from_prefixes=from_prefixes)
     plan = plan_of(config)
     functions = open_verifier(config, plan)
     return config, plan, functions, read_dataset(config, functions)

@@ -35,6 +35,7 @@ from jaxrl_lm.reward_fit import reward_state, save_reward
 from jaxrl_lm.reward_model import open_reward_models
 from jaxrl_lm.rewards import resolve_all
 from jaxrl_lm.rollout import EVAL, Sampler
+from jaxrl_lm.rule_tables import FROM_THE_START, check_speculation
 from jaxrl_lm.runs import check_processes, command_of
 from jaxrl_lm.sharding import Plan
 from jaxrl_lm.steps import compile_steps, state_shardings, trained_specs
@@ -161,14 +162,23 @@ def make_inference(
     )
 
 
-def with_run_options(config: Any) -> Any:
+def with_run_options(config: Any, *, from_prefixes: bool = False) -> Any:
     """The config, with the options of the run that its model names for those that were left at their defaults.
 
-    A run is sampled as it was trained: template, stop strings, temperature, lengths.
+    A run is sampled as it was trained: template, stop strings, temperature, lengths. `from_prefixes`: what is sampled goes
+    on from parts of completions, and options that count from the first token are not taken. Raises ValueError for options
+    of speculation that nothing reads.
     """
-    if not is_run(config.model):
-        return config
-    run, defaults, taken = policy_config(config.model), type(config)(model=config.model), {}
+    if is_run(config.model):
+        config = _with_options_of(policy_config(config.model), config, FROM_THE_START if from_prefixes else ())
+    check_speculation(config)
+    return config
+
+
+def _with_options_of(run: Any, config: Any, leave: tuple[str, ...]) -> Any:
+    defaults, taken = type(config)(model=config.model), {}
+    if config.num_speculative_tokens == 0:  # turned off for a run that speculates, and what goes with it
+        leave += ("speculative_source", "prompt_lookup_max")
     for base in (TemplateOptions, PromptOptions, SamplingOptions):
         if not isinstance(run, base):  # supervised runs have no sampling of their own
             continue
@@ -178,6 +188,17 @@ def with_run_options(config: Any) -> Any:
                 config, name
             ) == getattr(defaults, name):
                 taken[name] = getattr(run, name)
+    left = {
+        name: taken.pop(name) for name in leave if taken.get(name, getattr(defaults, name)) != getattr(defaults, name)
+    }
+    if set(left) & set(FROM_THE_START):
+        say(
+            [
+                f"not from {config.model}: "
+                + ", ".join(f"{name}={value!r}" for name, value in left.items() if name in FROM_THE_START)
+                + ": counted from the first token of a completion, and this goes on from prefixes"
+            ]
+        )
     say(
         [
             f"from {config.model}: "

@@ -320,7 +320,7 @@ def run_label_steps(config: LabelStepsConfig) -> dict[str, int | float]:
     """
     check_options(config)
     output = output_file(config.output)
-    config, plan, functions, rows = open_tool(config)
+    config, plan, functions, rows = open_tool(config, from_prefixes=True)
     written, summary = label_steps(config, Completer(config, plan), functions, rows)
     if not written:
         raise ValueError(f"label-steps: no completion has labels, nothing is written to {output}: {summary}")

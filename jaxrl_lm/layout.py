@@ -68,10 +68,10 @@ def check_layout(config: GRPOConfig, plan: Plan) -> None:
         raise ValueError(
             f"{name} lays rows out for the devices of mesh: use reference_placement='mesh' or 'host', or leave {name} out"
         )
-    if config.attention_implementation in ("splash", "cudnn"):
+    if config.attention_implementation not in ("auto", "xla"):
         raise ValueError(
-            f"{name} with attention_implementation={config.attention_implementation!r}: that kernel does not know what "
-            "packed rows see; take auto or xla"
+            f"{name} with attention_implementation={config.attention_implementation!r}: it does not know what packed rows "
+            "see; take auto or xla"
         )
     completions = config.prompts_per_step * config.num_generations
     microbatch = config.microbatch_completions or config.minibatch_completions or completions

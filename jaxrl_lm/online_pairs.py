@@ -32,6 +32,7 @@ from jaxrl_lm.prepare import drop_notes, encode_with, fingerprint, make_sampler,
 from jaxrl_lm.reward_model import open_reward_models
 from jaxrl_lm.rewards import RewardError, RewardFunction, columns_of, combine, resolve_all
 from jaxrl_lm.rollout import EVAL, TRAIN, Sampled, Sampler
+from jaxrl_lm.rule_tables import check_speculation
 from jaxrl_lm.steps import Steps, compile_steps
 from jaxrl_lm.types import Frozen, Params, TrainState
 
@@ -68,6 +69,11 @@ def open_online(config: DPOConfig, basis: Basis, dataset: Any, reward_functions)
         )
     if config.temperature <= 0:
         raise ValueError(f"temperature={config.temperature}: pairs are of different samples, so it must be above 0")
+    check_speculation(config)
+    if config.num_speculative_tokens and config.speculative_source == "last_epoch":
+        raise ValueError(
+            "speculative_source='last_epoch': sampled pairs keep no completions of earlier epochs; use prompt_lookup"
+        )
     if config.judge is not None and config.reward_weights:
         raise ValueError("reward_weights: belongs to reward, not to judge; leave it out")
     given = reward_functions if reward_functions is not None else config.reward

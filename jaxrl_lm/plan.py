@@ -47,6 +47,8 @@ def run_plan(config: PlanConfig, *, say: Say = to_stderr) -> dict[str, Any]:
     sizes = mesh_sizes(config, topology)
     plans = plans_of(config, sizes)
     planned_placement(config, *plans)  # options are checked before anything is compiled
+    if config.num_speculative_tokens:
+        notes.append(speculation_note(config, topology))
     if topology.compiled:
         steps = compile_steps_for(config, model, topology, say=say)
         notes += stand_in_notes(steps, topology)
@@ -75,6 +77,16 @@ def run_plan(config: PlanConfig, *, say: Say = to_stderr) -> dict[str, Any]:
         "run": run_numbers(steps, config, topology, moving=moving) if fits else None,
         "suggestions": [] if fits else suggest(config, model, topology, steps, say=say),
     }
+
+
+def speculation_note(config: PlanConfig, topology: Topology) -> str:
+    """What the time of generation knows of guesses: nobody knows how many come true."""
+    ahead = config.num_speculative_tokens
+    reads = f"each reading {1 + ahead} tokens a row" if topology.compiled else "and what guesses take is not counted"
+    return (
+        f"num_speculative_tokens={ahead}: the time of generate is that of a pass for each token, as if no guess came true, "
+        f"{reads}; divide it by the speculation/tokens_per_pass of a measured run, from 1 to {1 + ahead}"
+    )
 
 
 def compile_steps_for(

@@ -5,6 +5,7 @@ reads the compiler's own memory analysis and program. A benchmark prints it: `be
 """
 
 import dataclasses
+import functools
 import math
 import time
 from typing import Any
@@ -15,14 +16,15 @@ import jax.numpy as jnp
 from jaxrl_lm import hlo, hlo_loops
 from jaxrl_lm.config import SamplingConfig
 from jaxrl_lm.decode_steps import compile_decode, state_layouts
-from jaxrl_lm.generate import read_prompts, start
+from jaxrl_lm.generate import begin
 from jaxrl_lm.hlo import Collective
 from jaxrl_lm.hlo_loops import Copy
 from jaxrl_lm.memory import device_bytes
 from jaxrl_lm.models import Model, ModelConfig, build
 from jaxrl_lm.plan_config import PlanConfig
 from jaxrl_lm.plan_places import mesh_sizes, places_of, plans_of
-from jaxrl_lm.plan_steps import PlannedStep, trace_steps, with_machine_defaults
+from jaxrl_lm.plan_steps import PlannedStep, planned_sampling, trace_steps, with_machine_defaults
+from jaxrl_lm.sharding import Plan
 from jaxrl_lm.topologies import parse_topology
 
 STEPS = ("prepare_decode", "decode", "update")
@@ -73,26 +75,30 @@ def check_steps(config: PlanConfig, model_config: ModelConfig, *, only: tuple[st
         raise ValueError(f"topology {config.topology!r} has no compiler here: name a TPU slice, such as v5e:2x4")
     plan, rollout = plans_of(config, mesh_sizes(config, topology), places_of(config, topology))
     steps = trace_steps(config, model_config, plan, rollout)
-    model = build(with_machine_defaults(config, model_config), plan=plan)
+    model = planned_model(config, model_config, plan)
     found = {}
     for name in only:
         found[name] = _decode(config, model, steps["generate"]) if name == "decode" else _whole(steps[name])
     return found
 
 
-def _decode(config: PlanConfig, model: Model, step: PlannedStep) -> Compiled:
-    model, new = model.for_decode(), config.max_completion_length
-    truncation = {name: getattr(config, name) for name in ("top_k", "top_p", "min_p")}
-    sampling = SamplingConfig(
-        max_new_tokens=new, eos_token_ids=(0,), pad_token_id=0, slots=config.decode_slots, **truncation
-    )
-    params, requests = step.arguments["decode"], step.arguments["requests"]
-    begin = lambda params, requests: start(
-        read_prompts(params, requests, model=model), requests, model=model, sampling=sampling
-    )
-    state = jax.eval_shape(begin, params, requests)
+def planned_model(config: PlanConfig, model_config: ModelConfig, plan: Plan) -> Model:
+    """The model as the run would have it on this mesh, laid out for decoding."""
+    return build(with_machine_defaults(config, model_config, plan), plan=plan).for_decode()
+
+
+def decode_state(model: Model, sampling: SamplingConfig, step: PlannedStep) -> Any:
+    """Shapes with layouts of the state that decoding starts from; `step` is the run's generation."""
+    begins = functools.partial(begin, model=model, sampling=sampling)
+    state = jax.eval_shape(begins, step.arguments["decode"], step.arguments["requests"])
     layouts = state_layouts(state, model.plan)
-    state = jax.tree.map(lambda x, at: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=at), state, layouts)
+    return jax.tree.map(lambda x, at: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=at), state, layouts)
+
+
+def _decode(config: PlanConfig, model: Model, step: PlannedStep) -> Compiled:
+    params, requests, sampling = step.arguments["decode"], step.arguments["requests"], planned_sampling(config)
+    state = decode_state(model, sampling, step)
+    layouts = state_layouts(state, model.plan)
     until = jax.ShapeDtypeStruct((), jnp.int32, sharding=model.plan.replicated)
     lowered = compile_decode(layouts, model=model, sampling=sampling).lower(params, requests, state, None, until)
     read = params if model.config.tie_embeddings else {name: x for name, x in params.items() if name != "embed"}

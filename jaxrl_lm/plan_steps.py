@@ -87,6 +87,7 @@ def check_plannable(config: PlanConfig) -> None:
         "vocabulary_mask",
         "share_prompt",
         "pack_completions",
+        "max_off_policy_steps",
     ):
         if getattr(config, name):
             raise ValueError(f"plan: {name} is not planned yet; leave it out, and add its memory and time by hand")
@@ -128,6 +129,25 @@ def blocks_read(config: PlanConfig, window: int | None) -> float:
     return math.fsum(-(-columns // BLOCK) - before for columns, before in zip(filled, unseen, strict=True)) / new
 
 
+def planned_sampling(config: PlanConfig) -> SamplingConfig:
+    """What the run's sampler compiles in. There is no tokenizer: the end of a sequence is an id that no rule names."""
+    named = {*config.forced_tokens, *config.allowed_token_ids}
+    return SamplingConfig(
+        max_new_tokens=config.max_completion_length,
+        eos_token_ids=(min(set(range(len(named) + 1)) - named),),
+        pad_token_id=0,
+        top_k=config.top_k,
+        top_p=config.top_p,
+        min_p=config.min_p,
+        slots=config.decode_slots,
+        **rules_of(config, None),
+        kv_cache_dtype=config.kv_cache_dtype,
+        num_speculative_tokens=config.num_speculative_tokens,
+        speculative_source=config.speculative_source,
+        prompt_lookup_max=config.prompt_lookup_max,
+    )
+
+
 def trace_steps(
     config: PlanConfig, model_config: ModelConfig, plan: Plan, rollout: Plan | None = None
 ) -> dict[str, PlannedStep]:
@@ -141,26 +161,12 @@ def trace_steps(
     placement = planned_placement(config, plan, rollout)
     model = build(with_machine_defaults(config, model_config, plan), plan=plan)
     algorithm = resolve_algorithm(config)
-    sampling = SamplingConfig(
-        max_new_tokens=config.max_completion_length,
-        eos_token_ids=(0,),
-        pad_token_id=0,
-        top_k=config.top_k,
-        top_p=config.top_p,
-        min_p=config.min_p,
-        slots=config.decode_slots,
-        **rules_of(config, None),
-        kv_cache_dtype=config.kv_cache_dtype,
-        num_speculative_tokens=config.num_speculative_tokens,
-        speculative_source=config.speculative_source,
-        prompt_lookup_max=config.prompt_lookup_max,
-    )
     steps, _ = compile_run(
         config,
         algorithm,
         model,
         plan,
-        sampling,
+        planned_sampling(config),
         total_updates=(config.max_steps or 100) * updates_per_step(config),
         advantages=None,
         objective=make_objective(config, algorithm),

@@ -24,6 +24,9 @@ PLAIN = (
 )
 """Options that `SamplingConfig` has as they are."""
 
+FROM_THE_START = ("min_new_tokens", "forced_tokens", "end_of_thinking", "max_thinking_tokens", "vocabulary_mask")
+"""Options that read a completion from its first token."""
+
 
 def rules_of(config: SamplingOptions, tokenizer: Any) -> dict[str, Any]:
     """The fields of `SamplingConfig` that are rules. Raises ValueError for a key of logit_bias that is no token id."""
@@ -39,7 +42,8 @@ def rules_of(config: SamplingOptions, tokenizer: Any) -> dict[str, Any]:
 
 
 def check_options(config: SamplingOptions) -> None:
-    """Raises ValueError, before anything is loaded, for rules that contradict each other or the lengths."""
+    """Raises ValueError, before anything is loaded, for rules that contradict each other, the lengths or speculation."""
+    check_speculation(config)
     if (config.max_thinking_tokens is None) != (config.end_of_thinking is None):
         raise ValueError(
             f"max_thinking_tokens={config.max_thinking_tokens} and end_of_thinking={config.end_of_thinking!r}: give both, "
@@ -47,7 +51,29 @@ def check_options(config: SamplingOptions) -> None:
         )
     without = {"max_thinking_tokens": None, "end_of_thinking": None}
     rules = rules_of(dataclasses.replace(config, **without), None)
-    SamplingConfig(max_new_tokens=config.max_completion_length, eos_token_ids=(), pad_token_id=0, **rules)
+    found = SamplingConfig(
+        max_new_tokens=config.max_completion_length,
+        eos_token_ids=(),
+        pad_token_id=0,
+        num_speculative_tokens=config.num_speculative_tokens,
+        speculative_source=config.speculative_source,
+        prompt_lookup_max=config.prompt_lookup_max,
+        **rules,
+    )
+    if (
+        config.max_thinking_tokens is not None
+    ):  # the tokens of its end are not known yet: one that is no id stands for them
+        budget = {"max_thinking_tokens": config.max_thinking_tokens, "end_of_thinking": (-1,)}
+        dataclasses.replace(found, allowed_token_ids=(), **budget)
+
+
+def check_speculation(config: SamplingOptions) -> None:
+    """Raises ValueError for options of speculation without speculation."""
+    for name in () if config.num_speculative_tokens else ("speculative_source", "prompt_lookup_max"):
+        if getattr(config, name) != SamplingOptions.__dataclass_fields__[name].default:
+            raise ValueError(
+                f"{name}={getattr(config, name)!r} has no effect without num_speculative_tokens: give both, or leave it out"
+            )
 
 
 def _end_ids(end: str, tokenizer: Any) -> tuple[int, ...]:
@@ -80,10 +106,12 @@ def thinking_table(end: str, ids: tuple[int, ...], tokenizer: Any, vocab_size: i
 def rule_tables(config: SamplingOptions, sampling: SamplingConfig, tokenizer: Any, vocab_size: int) -> Any:
     """What `generate` takes as its tables: of stop strings alone, of the rules too, or None.
 
-    Raises ValueError as `check_rules` and `make_grammar`, and for forced tokens that the grammar does not allow.
+    Raises ValueError as `check_rules` and `make_grammar`, and for forced tokens that the grammar does not allow or that
+    write a stop string.
     """
     check_rules(sampling, None, vocab_size)
     stops = stop_table(config.stop, tokenizer, vocab_size)
+    _check_stops(stops, config.stop, sampling)
     if not sampling.vocabulary_mask and sampling.max_thinking_tokens is None:
         return stops
     grammar = thinking = None
@@ -103,6 +131,22 @@ def banned_ids(sampling: SamplingConfig, vocab_size: int) -> tuple[int, ...]:
     """Token ids that suppress_tokens and allowed_token_ids forbid."""
     others = set(range(vocab_size)) - set(sampling.allowed_token_ids) if sampling.allowed_token_ids else set()
     return tuple(sorted(others | set(sampling.suppress_tokens)))
+
+
+def _check_stops(stops: np.ndarray | None, texts: tuple[str, ...], sampling: SamplingConfig) -> None:
+    """Raises ValueError where tokens are forced that write a stop string by themselves: stops are read in these too."""
+    head, end = sampling.forced_tokens, sampling.end_of_thinking
+    for name, tokens in (("forced_tokens", head), ("end_of_thinking", end)):
+        # With a budget of 0 the one stands right after the other; else what stands before is the policy's.
+        read = (*head, *tokens) if name == "end_of_thinking" and sampling.max_thinking_tokens == 0 else tokens
+        state = 0
+        for token in () if stops is None else read:
+            state = stops[state, token]
+        if state and state == len(stops) - 1:
+            raise ValueError(
+                f"stop={texts}: the tokens of {name}, {list(tokens)}, write one of these strings, so that a completion "
+                "would end within them; leave the string out, or force other tokens"
+            )
 
 
 def _check_forced(table: np.ndarray, sampling: SamplingConfig) -> None:
@@ -142,6 +186,6 @@ def grammar_table(
 
 def refuse_from_the_start(config: SamplingOptions, what: str) -> None:
     """Raises ValueError for options that read a completion from its first token, where `what` goes on from prefixes."""
-    for name in ("min_new_tokens", "forced_tokens", "end_of_thinking", "vocabulary_mask"):
+    for name in FROM_THE_START:
         if getattr(config, name):
             raise ValueError(f"{name}: counts from the first token of a completion, and {what} goes on from prefixes")

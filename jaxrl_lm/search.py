@@ -24,6 +24,7 @@ from jaxrl_lm.process_model import PREFIX as PRM_PREFIX
 from jaxrl_lm.process_model import ProcessModel
 from jaxrl_lm.reward_model import PREFIX, open_reward_models
 from jaxrl_lm.rewards import RewardFunction, resolve
+from jaxrl_lm.rule_tables import refuse_from_the_start
 from jaxrl_lm.sharding import Plan
 from jaxrl_lm.tools_config import SearchConfig
 
@@ -249,7 +250,7 @@ def run_search(config: SearchConfig) -> dict[str, Any]:
     """
     check_options(config)
     output = output_file(config.output) if config.output else None
-    config, plan, verifier, rows = open_tool(config)
+    config, plan, verifier, rows = open_tool(config, from_prefixes="beam" in config.methods)
     scorer, completer = open_scorer(config, plan), Completer(config, plan)
     prompts = encode_rows(config, completer.tokenizer, rows, "dataset")
     result: dict[str, Any] = {"scorer": config.scorer}
@@ -307,6 +308,8 @@ def check_options(config: SearchConfig) -> None:
             raise ValueError(f"{name}={getattr(config, name)}: must be at least 1")
     if not config.step_separator:
         raise ValueError("step_separator='': give the text that steps end with")
+    if "beam" in config.methods:
+        refuse_from_the_start(config, "method beam")
     _check_idle(config)
 
 

@@ -24,8 +24,8 @@ from transformers import (
     SuppressTokensLogitsProcessor,
 )
 
-from jaxrl_lm import checks, cli, rule_tables
-from jaxrl_lm.config import GenerateConfig, GRPOConfig, SamplingConfig
+from jaxrl_lm import checks, cli, inference, rule_tables
+from jaxrl_lm.config import EvalConfig, GenerateConfig, GRPOConfig, SamplingConfig
 from jaxrl_lm.generate import generate, prepare_decode
 from jaxrl_lm.lab.tokenizer import lab_tokenizer
 from jaxrl_lm.logit_rules import RuleState, Tables, check_rules, make_grammar, ruled, tokens_seen
@@ -543,6 +543,63 @@ def test_a_run_is_refused_before_anything_is_loaded():
         checks.check(config, 1)
     with pytest.raises(ValueError, match="min_new_tokens=600: must be from 0"):
         checks.check(dataclasses.replace(config, max_thinking_tokens=None, min_new_tokens=600), 1)
+
+
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        ({"min_new_tokens": 2}, "num_speculative_tokens with rules of drawing"),
+        ({"max_thinking_tokens": 2, "end_of_thinking": "</think>"}, "num_speculative_tokens with rules of drawing"),
+        ({"max_completion_length": 4}, "num_speculative_tokens=4: must be below the 4 new tokens"),
+        ({"prompt_lookup_max": 0}, "prompt_lookup_max=0: at least 1 token must match"),
+    ],
+    ids=str,
+)
+def test_speculation_and_rules_are_refused_before_anything_is_loaded(changes, message):
+    config = GRPOConfig(model="", dataset="", output_dir="", num_speculative_tokens=4)
+    checks.check(config, 1)
+    with pytest.raises(ValueError, match=message):
+        checks.check(dataclasses.replace(config, **changes), 1)
+
+
+@pytest.mark.parametrize("changes", [{"speculative_source": "last_epoch"}, {"prompt_lookup_max": 5}], ids=str)
+@pytest.mark.parametrize("off", [None, 0])
+def test_options_of_speculation_need_speculation(changes, off):
+    message = f"{next(iter(changes))}=.* has no effect without num_speculative_tokens: give both"
+    with pytest.raises(ValueError, match=message):
+        checks.check(GRPOConfig(model="", dataset="", output_dir="", num_speculative_tokens=off, **changes), 1)
+    for function in (inference.run_generate, inference.run_eval):
+        kind = GenerateConfig if function is inference.run_generate else EvalConfig
+        with pytest.raises(ValueError, match=message):
+            function(kind(model="/nowhere", num_speculative_tokens=off, **changes))
+
+
+BUDGET = {"max_thinking_tokens": 3, "end_of_thinking": "##;"}
+
+
+@pytest.mark.parametrize(
+    ("changes", "name"),
+    [
+        ({"stop": ("#;",)} | BUDGET, "end_of_thinking"),
+        ({"stop": ("9", "##")} | BUDGET, "end_of_thinking"),
+        (
+            {"stop": ("1#",), "forced_tokens": tuple(LAB("1")["input_ids"])} | BUDGET | {"max_thinking_tokens": 0},
+            "end_of_",
+        ),
+        ({"stop": ("2",), "forced_tokens": tuple(LAB("123")["input_ids"])}, "forced_tokens"),
+    ],
+    ids=str,
+)
+def test_forced_tokens_that_write_a_stop_string_are_refused(changes, name):
+    with pytest.raises(ValueError, match=rf"stop=\(.*: the tokens of {name}.* write one of these strings"):
+        rules_and_tables(options(**changes))
+
+
+def test_stop_strings_that_what_is_forced_does_not_write_by_itself_are_kept():
+    forced = {"forced_tokens": tuple(LAB("12")["input_ids"])}
+    for stop in ("#;#", "1#", "2#"):  # with a budget above 0 the policy writes between the two
+        _, tables = rules_and_tables(options(stop=(stop,), **BUDGET, **forced))
+        assert tables.stops is not None
 
 
 def test_what_goes_on_from_prefixes_refuses_what_counts_from_the_start():

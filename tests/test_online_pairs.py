@@ -463,6 +463,8 @@ def test_a_judge_ranks_the_samples(options, prompts):
         ({"temperature": 0.0}, "temperature=0.0: pairs are of different samples, so it must be above 0"),
         ({"temperature": 0.7, **INPO}, "temperature=0.7: loss_type=inpo compares with the policy that sampled"),
         ({"inpo_eta": 0.0, "loss_type": ("inpo",)}, "loss_type=inpo: eta=0.0, tau=0.5: need 0 <= tau <= eta"),
+        ({"num_speculative_tokens": 2, "speculative_source": "last_epoch"}, "speculative_source='last_epoch': sampled"),
+        ({"prompt_lookup_max": 5}, "prompt_lookup_max=5 has no effect without num_speculative_tokens"),
         ({"reward_weights": (1.0, 2.0)}, "reward_weights has 2 values for 1 reward functions"),
         ({"reward": (), "judge": "test_online_pairs:constant", "reward_weights": (2.0,)}, "reward_weights: belongs to"),
         ({"reward": ("digit",)}, "reward='digit' is unknown; did you mean"),

@@ -11,6 +11,7 @@ import subprocess
 import sys
 
 import jax
+import jax.numpy as jnp
 import numpy as np
 import overlap_run
 import pytest
@@ -23,7 +24,7 @@ from jaxrl_lm import GRPOConfig, chunks, loop
 from jaxrl_lm.assemble import make_batch_rules
 from jaxrl_lm.checks import check, old_logprobs_of, resolve_algorithm
 from jaxrl_lm.config import SamplingConfig
-from jaxrl_lm.generate import collect, generate, prepare_decode
+from jaxrl_lm.generate import PAUSED, begin, collect, generate, prepare_decode
 from jaxrl_lm.host import make_host
 from jaxrl_lm.models import build
 from jaxrl_lm.placement import Placement
@@ -66,6 +67,17 @@ def test_chunks_give_the_bits_of_one_run_and_show_each_row_once_it_has_ended(mod
     for ended, tokens, action_mask in seen:  # what has been shown of an ended row is whole
         np.testing.assert_array_equal(action_mask[ended], mask[ended])
         np.testing.assert_array_equal(np.where(action_mask, tokens, 0)[ended], kept[ended])
+
+
+def test_a_row_that_waits_between_turns_has_not_ended(model, weights):
+    sampling = SamplingConfig(max_new_tokens=NEW, eos_token_ids=EOS, pad_token_id=0, slots=8, observation_columns=2)
+    asked = requests(TOKENS, SEGMENTS, keys=jax.random.split(jax.random.key(0), ROWS), max_new=np.full(ROWS, NEW))
+    state = jax.jit(functools.partial(begin, model=model, sampling=sampling))(weights, asked)
+    state = state._replace(next=state.total)  # the queue is empty: rows have a slot, or have ended
+    held = np.isin(np.arange(ROWS), np.asarray(state.request))
+    for waits in (np.zeros(8, bool), np.arange(8) % 2 == 0, np.ones(8, bool)):
+        now = state._replace(request=jnp.where(waits, PAUSED - state.request, state.request))
+        np.testing.assert_array_equal(chunks.ended_rows(now), ~held)
 
 
 # --- a process with one device: threads run beside the programs ---------------------------------------------------------

@@ -9,7 +9,7 @@ import jax.numpy as jnp
 import pytest
 from jax.sharding import AbstractMesh, AxisType
 
-from jaxrl_lm import cli, hlo
+from jaxrl_lm import cli, hlo, plan_decode
 from jaxrl_lm.flops import count_flops
 from jaxrl_lm.memory import device_bytes
 from jaxrl_lm.models import build
@@ -20,9 +20,9 @@ from jaxrl_lm.plan_estimate import candidate_meshes, choose_mesh, parameters, st
 from jaxrl_lm.plan_memory import model_memory
 from jaxrl_lm.plan_places import mesh_sizes, plans_of
 from jaxrl_lm.plan_report import network_seconds, out_of_memory
-from jaxrl_lm.plan_steps import PlannedStep, trace_steps
+from jaxrl_lm.plan_steps import PlannedStep, planned_sampling, trace_steps
 from jaxrl_lm.plan_table import to_json, to_text
-from jaxrl_lm.sharding import AXES, Plan, make_mesh
+from jaxrl_lm.sharding import AXES, RULES, Plan, make_mesh
 from jaxrl_lm.topologies import GIB, TPUS, parse_topology, topology_devices
 
 TINY = {
@@ -513,6 +513,7 @@ WRONG = {
     ),
     "two free": ({"topology": "gpu:H100x8", "mesh": {"fsdp": -1, "tensor": -1}}, "at most one of them is -1"),
     "model": ({"model": "lama-3.1-8b", "topology": "gpu:H100x8"}, "the nearest shipped one is 'llama-3.1-8b'"),
+    "lag": ({"topology": "gpu:H100x8", "max_off_policy_steps": 1}, "max_off_policy_steps is not planned"),
     "teacher": ({"topology": "gpu:H100x8", "teacher": "qwen3-8b"}, "teacher is not planned"),
 }
 
@@ -522,6 +523,66 @@ def test_a_mistake_is_named(tiny, case):
     changed, message = WRONG[case]
     with pytest.raises((ValueError, FileNotFoundError), match=message):
         run_plan(tiny(**changed), say=lambda _: None)
+
+
+DRAWN = [
+    {"forced_tokens": (0, 1)},
+    {"allowed_token_ids": (0, 2), "min_new_tokens": 3},
+    {"kv_cache_dtype": "int8", "repetition_penalty": 1.1, "decode_slots": 4},
+    {"num_speculative_tokens": 3, "top_k": 5},
+]
+
+
+@pytest.mark.parametrize("changed", DRAWN, ids=str)
+def test_the_decode_loop_that_is_looked_at_is_that_of_the_run(changed, tiny):
+    """Its state is what generation of the plan starts its loop from, options of drawing and of the cache included."""
+    config, plan = tiny(**changed), four_devices()
+    model_config = open_model_config(config.model)
+    step = trace_steps(config, model_config, plan)["generate"]
+    model = plan_decode.planned_model(config, model_config, plan)
+    state = plan_decode.decode_state(model, planned_sampling(config), step)
+    carried = [x.aval.shape for x in main_carry(step.trace().jaxpr)]
+    for x in jax.tree.leaves(
+        state._replace(prefixes=(), next=(), order=(), total=())
+    ):  # which a loop may read and not write
+        assert x.shape in carried, x
+        carried.remove(x.shape)
+
+
+def main_carry(jaxpr):
+    """What the decode loop carries: the loop with the most arrays."""
+    loops = []
+
+    def visit(jaxpr):
+        for equation in jaxpr.eqns:
+            if equation.primitive.name == "while":
+                loops.append(equation.outvars)
+            for inner in jax.tree.leaves(list(equation.params.values()), is_leaf=lambda x: hasattr(x, "jaxpr")):
+                if hasattr(inner, "jaxpr"):
+                    visit(inner.jaxpr)
+                elif hasattr(inner, "eqns"):
+                    visit(inner)
+
+    visit(jaxpr.jaxpr)
+    return max(loops, key=len)
+
+
+def test_the_decode_loop_that_is_looked_at_attends_as_the_mesh_allows(tiny):
+    """Splash needs heads and their keys on the same axes."""
+    wide = dataclasses.replace(open_model_config(tiny().model), head_dim=64)
+    mesh = AbstractMesh((1, 2, 1, 2), AXES, axis_types=(AxisType.Auto,) * 4)  # of the devices of the topology
+    plans = (Plan(mesh), Plan(mesh, rules=tuple((RULES | {"kv_heads": None}).items())))
+    found = [plan_decode.planned_model(tiny(), wide, plan).config.attention_implementation for plan in plans]
+    assert found == ["splash", "xla"]
+
+
+def test_a_plan_with_guesses_says_that_none_comes_true(tiny):
+    changed = {"topology": "gpu:H100x4", "mesh": {"fsdp": 2, "tensor": 2}}
+    notes = run_plan(tiny(num_speculative_tokens=3, **changed), say=lambda _: None)["notes"]
+    assert any(
+        "num_speculative_tokens=3: the time of generate is that of a pass for each token" in note for note in notes
+    )
+    assert not any("speculative" in note for note in run_plan(tiny(**changed), say=lambda _: None)["notes"])
 
 
 def test_sizes_that_do_not_divide_are_named(tiny):

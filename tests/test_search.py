@@ -368,6 +368,10 @@ def test_prompts_without_a_verdict_are_counted(model, dataset):
     [
         ({"methods": ("bestofn",)}, "methods: 'bestofn' is unknown; the nearest is 'best_of_n'"),
         ({"methods": ()}, "methods: give some of best_of_n"),
+        (
+            {"methods": ("beam",), "min_new_tokens": 4, "model": "/nowhere"},
+            "min_new_tokens: counts from the first token",
+        ),
         ({"beam_width": 0}, "beam_width=0: must be at least 1"),
         ({"step_separator": ""}, "step_separator=''"),
         ({"reward": ()}, "reward: no reward function is given"),
@@ -382,4 +386,4 @@ def test_prompts_without_a_verdict_are_counted(model, dataset):
 )
 def test_mistakes_are_named(changes, message, model, dataset):
     with pytest.raises((ValueError, FileNotFoundError), match=message):
-        run_search(config(model, dataset, **changes))
+        run_search(config(**{"model": model, "dataset": dataset} | changes))

@@ -162,6 +162,14 @@ def test_what_cannot_be_laid_out_is_refused():
         ({"share_prompt": True, "num_generations": 1}, "share_prompt with num_generations=1"),
         ({"pack_completions": True, "reference_placement": "rollout_mesh"}, "pack_completions lays rows out"),
         ({"share_prompt": True, "mesh": {"data": 4, "sequence": 2}}, "share_prompt moves tokens .* sequence=2"),
+        (
+            {"share_prompt": True, "attention_implementation": "reference"},
+            "share_prompt with attention_implementation='reference'.*take auto or xla",
+        ),
+        (
+            {"pack_completions": True, "attention_implementation": "splash"},
+            "pack_completions with attention_implementation='splash'.*take auto or xla",
+        ),
     ],
 )
 def test_what_packed_rows_do_not_go_with_is_named(changes, message):

@@ -1,5 +1,6 @@
 """Traces that a verifier accepts: the rules on given completions, hints, and whole calls against generation itself."""
 
+import dataclasses
 import json
 import math
 import re
@@ -9,13 +10,16 @@ from pathlib import Path
 import pytest
 import tiny_run
 
+from jaxrl_lm import label_steps, search
 from jaxrl_lm.completions import Completer, with_options_of_run
 from jaxrl_lm.config import GenerateConfig, GRPOConfig
 from jaxrl_lm.encode import encode_completions
 from jaxrl_lm.inference import run_generate
 from jaxrl_lm.lab.tokenizer import lab_tokenizer
+from jaxrl_lm.label_steps import run_label_steps
 from jaxrl_lm.options import to_toml
-from jaxrl_lm.tools_config import MakeTracesConfig
+from jaxrl_lm.search import run_search
+from jaxrl_lm.tools_config import LabelStepsConfig, MakeTracesConfig, SearchConfig
 from jaxrl_lm.traces import REASONS, Candidate, hinted_prompt, keep, run_make_traces, traces_message, written_rows
 
 pytestmark = pytest.mark.usefixtures("cached")
@@ -270,6 +274,51 @@ def test_a_run_is_sampled_as_it_was_trained(tmp_path):
     found = with_options_of_run(MakeTracesConfig(model=str(tmp_path), dataset="x", output="y", temperature=0.9))
     assert (found.prompt_template, found.stop, found.max_completion_length) == ("Q{prompt}", ("#",), 99)
     assert (found.temperature, found.num_generations, found.seed, found.dataset) == (0.9, 8, 0, "x")
+
+
+OF_THE_RUN = {"min_new_tokens": 2, "forced_tokens": (5,), "max_thinking_tokens": 3, "end_of_thinking": "#"}
+OF_THE_RUN |= {"vocabulary_mask": "a:b", "top_k": 4}
+
+
+@pytest.mark.parametrize("command", ["label-steps", "search"])
+def test_what_goes_on_from_prefixes_leaves_a_runs_rules_of_whole_completions_out(command, tmp_path, capsys):
+    """The run's model is not there, so that the command ends once its options are known."""
+    run = GRPOConfig(model="/nowhere", dataset="d", output_dir="o", **OF_THE_RUN)
+    (tmp_path / "config.toml").write_text(to_toml(run))
+    rows = tiny_run.write_rows(tmp_path / "rows.jsonl", tiny_run.problems("train", 1))
+    own = {"model": str(tmp_path), "dataset": rows, "reward": ("arithmetic",), "mesh": {"data": 1}}
+    if command == "search":
+        made = SearchConfig(**own, scorer="arithmetic", methods=("best_of_n", "beam"))
+        call, check = run_search, search.check_options
+    else:
+        made = LabelStepsConfig(**own, output=str(tmp_path / "out.jsonl"))
+        call, check = run_label_steps, label_steps.check_options
+    with pytest.raises((OSError, ValueError)) as failed:
+        call(made)
+    assert "from prefixes" not in str(failed.value)
+    found = with_options_of_run(made, from_prefixes=True)
+    check(found)
+    assert (found.min_new_tokens, found.forced_tokens, found.vocabulary_mask, found.top_k) == (0, (), None, 4)
+    said = capsys.readouterr().err.splitlines()
+    note = f"not from {tmp_path}: min_new_tokens=2, forced_tokens=(5,), end_of_thinking='#', max_thinking_tokens=3, "
+    assert (
+        note + "vocabulary_mask='a:b': counted from the first token of a completion, and this goes on from prefixes"
+        in said
+    )
+    whole = with_options_of_run(made)
+    assert {name: getattr(whole, name) for name in OF_THE_RUN} == OF_THE_RUN
+    with pytest.raises(ValueError, match="counts from the first token"):
+        check(dataclasses.replace(made, min_new_tokens=2))
+
+
+def test_speculation_of_a_run_is_turned_off_by_a_number_alone(tmp_path):
+    run = GRPOConfig(model="m", dataset="d", output_dir="o", num_speculative_tokens=3, speculative_source="last_epoch")
+    (tmp_path / "config.toml").write_text(to_toml(run))
+    made = MakeTracesConfig(model=str(tmp_path), dataset="x", output="y")
+    found = with_options_of_run(made)
+    assert (found.num_speculative_tokens, found.speculative_source) == (3, "last_epoch")
+    found = with_options_of_run(dataclasses.replace(made, num_speculative_tokens=0))
+    assert (found.num_speculative_tokens, found.speculative_source) == (0, "prompt_lookup")
 
 
 # --- mistakes ---------------------------------------------------------------------------------------------------------
