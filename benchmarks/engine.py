@@ -7,7 +7,6 @@ SmolLM2-135M-Instruct in float32 on this machine's CPU; see docs/benchmarks.md f
 """
 
 import argparse
-import contextlib
 import sys
 from pathlib import Path
 
@@ -156,23 +155,22 @@ def main() -> None:
     unknown = set(options.what) - set(WHAT)
     if unknown:
         sys.exit(f"unknown: {', '.join(unknown)}; there are {', '.join(WHAT)}")
-    with contextlib.ExitStack() as stack:
-        ours = Ours(model_directory(options.cache))
-        peer = lambda name: stack.enter_context(Peer(name, cache=options.cache))
-        both = {"generate": generate, "group": group, "long_tail": tail}
-        wanted = [name for name in WHAT if name in options.what]
-        torch = peer("transformers") if set(wanted) - {"grpo", "head"} else None
-        tunix = peer("tunix") if both.keys() & set(wanted) else None
-        trl = peer("trl") if "grpo" in wanted else None
-        for name in wanted:
-            if name in both:
-                both[name](ours, tunix, torch, options.repeats)
-            elif name == "grpo":
-                grpo(ours, trl, options.repeats)
-            elif name == "head":
-                head()
-            else:
-                learn(name, ours, torch, options.repeats)
+    ours = Ours(model_directory(options.cache))
+    wanted = [name for name in WHAT if name in options.what]
+    peer = lambda name: Peer(name, cache=options.cache)  # in turn, for several training states fill the memory
+    sampling = {"generate": generate, "group": group, "long_tail": tail}
+    if sampling.keys() & set(wanted):
+        with peer("tunix") as tunix, peer("transformers") as torch:
+            for name in [name for name in wanted if name in sampling]:
+                sampling[name](ours, tunix, torch, options.repeats)
+    for name in [name for name in wanted if name in ("score", "train")]:
+        with peer("transformers") as torch:
+            learn(name, ours, torch, options.repeats)
+    if "grpo" in wanted:
+        with peer("trl") as trl:
+            grpo(ours, trl, options.repeats)
+    if "head" in wanted:
+        head()
 
 
 if __name__ == "__main__":
