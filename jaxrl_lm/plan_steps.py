@@ -32,7 +32,7 @@ from jaxrl_lm.placement import Placement, check_placement, check_places
 from jaxrl_lm.plan_config import PlanConfig, open_model_config
 from jaxrl_lm.prepare import compile_run
 from jaxrl_lm.reward_model import PREFIX
-from jaxrl_lm.rule_tables import rules_of
+from jaxrl_lm.rule_tables import sampling_of
 from jaxrl_lm.sharding import Plan
 from jaxrl_lm.steps import Steps, minibatch_rows
 from jaxrl_lm.topologies import parse_topology
@@ -132,20 +132,8 @@ def blocks_read(config: PlanConfig, window: int | None) -> float:
 def planned_sampling(config: PlanConfig) -> SamplingConfig:
     """What the run's sampler compiles in. There is no tokenizer: the end of a sequence is an id that no rule names."""
     named = {*config.forced_tokens, *config.allowed_token_ids}
-    return SamplingConfig(
-        max_new_tokens=config.max_completion_length,
-        eos_token_ids=(min(set(range(len(named) + 1)) - named),),
-        pad_token_id=0,
-        top_k=config.top_k,
-        top_p=config.top_p,
-        min_p=config.min_p,
-        slots=config.decode_slots,
-        **rules_of(config, None),
-        kv_cache_dtype=config.kv_cache_dtype,
-        num_speculative_tokens=config.num_speculative_tokens,
-        speculative_source=config.speculative_source,
-        prompt_lookup_max=config.prompt_lookup_max,
-    )
+    eos = min(set(range(len(named) + 1)) - named)
+    return sampling_of(config, None, eos_token_ids=(eos,), pad_token_id=0)
 
 
 def trace_steps(

@@ -49,7 +49,7 @@ from jaxrl_lm.options import from_dict
 from jaxrl_lm.placement import Placement, check_placement, open_placement, placement_notes
 from jaxrl_lm.rewards import RewardFunction
 from jaxrl_lm.rollout import Sampler
-from jaxrl_lm.rule_tables import rule_tables, rules_of
+from jaxrl_lm.rule_tables import rule_tables, sampling_of
 from jaxrl_lm.runs import check_processes
 from jaxrl_lm.sharding import Plan, build_plan
 from jaxrl_lm.steps import Steps, compile_steps
@@ -136,20 +136,7 @@ def make_sampling(config: Any, tokenizer, generation: dict[str, Any]) -> Samplin
     """The static part of sampling, from a config with `SamplingOptions`."""
     eos = eos_token_ids(generation, tokenizer)
     pad = tokenizer.pad_token_id if tokenizer.pad_token_id is not None else eos[0]
-    return SamplingConfig(
-        max_new_tokens=config.max_completion_length,
-        eos_token_ids=eos,
-        pad_token_id=pad,
-        top_k=config.top_k,
-        top_p=config.top_p,
-        min_p=config.min_p,
-        slots=config.decode_slots,
-        **rules_of(config, tokenizer),
-        kv_cache_dtype=config.kv_cache_dtype,
-        num_speculative_tokens=config.num_speculative_tokens,
-        speculative_source=config.speculative_source,
-        prompt_lookup_max=config.prompt_lookup_max,
-    )
+    return sampling_of(config, tokenizer, eos_token_ids=eos, pad_token_id=pad)
 
 
 def make_sampler(

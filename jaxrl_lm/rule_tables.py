@@ -41,6 +41,26 @@ def rules_of(config: SamplingOptions, tokenizer: Any) -> dict[str, Any]:
     }
 
 
+def sampling_of(
+    config: SamplingOptions, tokenizer: Any, *, eos_token_ids: tuple[int, ...], pad_token_id: int
+) -> SamplingConfig:
+    """What a sampler compiles in of these options. Raises ValueError as `rules_of` and SamplingConfig."""
+    return SamplingConfig(
+        max_new_tokens=config.max_completion_length,
+        eos_token_ids=eos_token_ids,
+        pad_token_id=pad_token_id,
+        top_k=config.top_k,
+        top_p=config.top_p,
+        min_p=config.min_p,
+        slots=config.decode_slots,
+        **rules_of(config, tokenizer),
+        kv_cache_dtype=config.kv_cache_dtype,
+        num_speculative_tokens=config.num_speculative_tokens,
+        speculative_source=config.speculative_source,
+        prompt_lookup_max=config.prompt_lookup_max,
+    )
+
+
 def check_options(config: SamplingOptions) -> None:
     """Raises ValueError, before anything is loaded, for rules that contradict each other, the lengths or speculation."""
     check_speculation(config)
