@@ -1,6 +1,6 @@
 """The engine's table: ours, Tunix, transformers and TRL on the same work in turns, as ratios within one run.
 
-    python benchmarks/engine.py [generate long_tail group score train grpo head] [--cache DIR] [--repeats 3]
+    python benchmarks/engine.py [generate long_tail group score train grpo head] [--cache DIR] [--turns 2]
 
 SmolLM2-135M-Instruct in float32 on this machine's CPU; see docs/benchmarks.md for the work, and peers.py for the peers.
 `make bench` runs all of it.
@@ -12,7 +12,7 @@ from pathlib import Path
 
 import jax
 import jax.numpy as jnp
-from ours import Ours, decode_limit, limits
+from ours import Ours, decode_limit, layer_weights, limits, prefill_limit, products_alone
 from peers import CACHE, Peer, best, interleaved, model_directory
 
 from jaxrl_lm.score import by_columns, token_scores
@@ -31,43 +31,47 @@ def show(title: str, found: dict[str, dict]) -> None:
 
 
 def compare(
-    title: str, task: str, ours: Ours, own: dict, peers: list[tuple[Peer, dict]], repeats: int
+    title: str, task: str, ours: Ours, own: dict, peers: list[tuple[Peer, dict]], turns: int, timed: int = 2
 ) -> dict[str, dict]:
     calls = {"ours": lambda: ours.ask(task, **own)}
     calls |= {peer.name: lambda peer=peer, options=options: peer.ask(task, **options) for peer, options in peers}
-    found = interleaved(calls, repeats)
+    found = interleaved(calls, turns, timed=timed)
     show(title, found)
     return found
 
 
-def generate(ours: Ours, tunix: Peer, torch: Peer, repeats: int) -> None:
+def generate(ours: Ours, tunix: Peer, torch: Peer, turns: int) -> None:
     modes = [{"mode": "dynamic"}]
     for rows in (8, 32, 128):
         work = {"rows": rows, "prompt": 40, "new": 64}
         found = compare(
             f"generate, {rows} rows of 64 tokens after 40", "generate", ours, work,
-            [(tunix, work), (torch, best(torch, "generate", modes, **work))], repeats if rows < 128 else 1,
+            [(tunix, work), (torch, best(torch, "generate", modes, **work))], *((turns, 2) if rows < 128 else (1, 1)),
         )  # fmt: skip
-        rates = limits()
-        least, took = (1e3 * s for s in (decode_limit(ours.model, rows, 40 + 32, rates), found["ours"]["seconds"] / 64))
+        rates, first = limits(), ours.ask("generate", **work | {"new": 1})["seconds"]
+        took, prompts = found["ours"]["seconds"], prefill_limit(ours.model, rows, 40, rates)
+        least = decode_limit(ours.model, rows, 40 + 32, rates)
+        passed = (took - first) / 63
         print(
-            f"  {least / took:.0%} of the limit: a pass takes {took:.1f} ms, and at {rates['flops'] / 1e9:.0f} GFLOP/s and "
-            f"{rates['bytes'] / 1e9:.0f} GB/s not less than {least:.1f} ms",
+            f"  {(prompts + 64 * least) / took:.0%} of the limit at {rates['flops'] / 1e9:.0f} GFLOP/s and "
+            f"{rates['bytes'] / 1e9:.0f} GB/s; of a pass alone {least / passed:.0%}: {1e3 * passed:.1f} ms, and not less "
+            f"than {1e3 * least:.1f} ms; of the prompts alone {prompts / (first - passed):.0%}; a pass's products by "
+            f"themselves take {1e3 * products_alone(ours, rows):.1f} ms",
             flush=True,
         )
 
 
-def group(ours: Ours, tunix: Peer, torch: Peer, repeats: int) -> None:
+def group(ours: Ours, tunix: Peer, torch: Peer, turns: int) -> None:
     work = {"rows": 8, "prompt": 512, "new": 8, "group": 8}
     modes = [{"mode": "dynamic"}, {"mode": "continuous"}]
     peers = [(tunix, work), (torch, best(torch, "generate", modes, **work))]
-    compare("a group of 8 on a prompt of 512, 8 tokens each", "generate", ours, work, peers, repeats)
+    compare("a group of 8 on a prompt of 512, 8 tokens each", "generate", ours, work, peers, turns)
     alone = work | {"rows": 1, "group": 1, "new": 1}
     one = ours.ask("generate", **work | {"new": 1})["seconds"] / ours.ask("generate", **alone)["seconds"]
     print(f"  prefill and one token of 8 rows of one prompt take {one:.2f} times those of one row")
 
 
-def tail(ours: Ours, tunix: Peer, torch: Peer, repeats: int) -> None:
+def tail(ours: Ours, tunix: Peer, torch: Peer, turns: int) -> None:
     # One size of each peer, for Tunix compiles each for minutes; `peers.py long_tail --batches` compares more.
     tunix_work, torch_work = {"batch": 8}, {"batch": 16, "mode": "continuous"}
     rate = lambda answer: answer["tokens"] / answer["seconds"]
@@ -77,7 +81,7 @@ def tail(ours: Ours, tunix: Peer, torch: Peer, repeats: int) -> None:
         "tunix": lambda: tunix.ask("long_tail", **tunix_work),
         "transformers": lambda: torch.ask("long_tail", **torch_work),
     }
-    found = interleaved(calls, min(repeats, 2))
+    found = interleaved(calls, 1)
     show(f"long tail: 64 requests, {chosen} slots, tunix {tunix_work}, transformers {torch_work}", found)
     for slots in (8, 16, 32):
         answer = ours.ask("long_tail", slots=slots)
@@ -87,30 +91,33 @@ def tail(ours: Ours, tunix: Peer, torch: Peer, repeats: int) -> None:
         )
 
 
-def learn(task: str, ours: Ours, torch: Peer, repeats: int) -> None:
+def learn(task: str, ours: Ours, torch: Peer, turns: int) -> None:
     for low in (20, 200):
         work = {"rows": 16, "low": low, "high": 200}
-        sizes = [{"batch": size} for size in (4, 8, 16)]
-        own = work | max(sizes, key=lambda size: 1 / ours.ask(task, **work, **size)["seconds"])
+        cuts = [{"cuts": count} for count in (2, 4)]
+        own = work | min(cuts, key=lambda cut: ours.ask(task, **work, **cut)["seconds"])
         title = f"{task}, 16 rows of {low} to 200 tokens"
-        found = compare(title, task, ours, own, [(torch, best(torch, task, sizes, **work))], repeats)
+        sizes = [{"batch": size} for size in (4, 8)]
+        found = compare(title, task, ours, own, [(torch, best(torch, task, sizes, **work))], turns)
         m, rates = ours.model.config, limits()
-        weights = (
-            m.num_layers * m.hidden_size * (2 * (m.num_heads + m.num_kv_heads) * m.head_dim + 3 * m.intermediate_size)
+        flops = (
+            2.0
+            * (layer_weights(m) + m.vocab_size * m.hidden_size)
+            * found["ours"]["tokens"]
+            * (3 if task == "train" else 1)
         )
-        flops = 2.0 * (weights + m.vocab_size * m.hidden_size) * found["ours"]["tokens"] * (3 if task == "train" else 1)
         share = flops / found["ours"]["seconds"] / rates["flops"]
         print(f"  products with weights alone: {share:.0%} of {rates['flops'] / 1e9:.0f} GFLOP/s")
 
 
-def grpo(ours: Ours, trl: Peer, repeats: int) -> None:
+def grpo(ours: Ours, trl: Peer, turns: int) -> None:
     """Seconds of a whole step of 16 completions."""
     calls = {
         "ours": lambda: ours.ask("grpo"),
         "ours, prompt once a group": lambda: ours.ask("grpo", share_prompt=True),
         "trl": lambda: trl.ask("grpo"),
     }
-    found = interleaved(calls, repeats)
+    found = interleaved(calls, turns)
     for name, answer in found.items():
         times = found["trl"]["seconds"] / answer["seconds"]
         print(
@@ -150,7 +157,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("what", nargs="*", default=WHAT, help=", ".join(WHAT))
     parser.add_argument("--cache", type=Path, default=CACHE)
-    parser.add_argument("--repeats", type=int, default=3)
+    parser.add_argument("--turns", type=int, default=2)
     options = parser.parse_args()
     unknown = set(options.what) - set(WHAT)
     if unknown:
@@ -162,13 +169,13 @@ def main() -> None:
     if sampling.keys() & set(wanted):
         with peer("tunix") as tunix, peer("transformers") as torch:
             for name in [name for name in wanted if name in sampling]:
-                sampling[name](ours, tunix, torch, options.repeats)
+                sampling[name](ours, tunix, torch, options.turns)
     for name in [name for name in wanted if name in ("score", "train")]:
         with peer("transformers") as torch:
-            learn(name, ours, torch, options.repeats)
+            learn(name, ours, torch, options.turns)
     if "grpo" in wanted:
         with peer("trl") as trl:
-            grpo(ours, trl, options.repeats)
+            grpo(ours, trl, options.turns)
     if "head" in wanted:
         head()
 

@@ -21,12 +21,10 @@ from jaxrl_lm.example import Example
 from jaxrl_lm.generate import collect, decode, prepare_decode, read_prompts, start
 from jaxrl_lm.models import load
 from jaxrl_lm.optim import make_optimizer
-from jaxrl_lm.packing import pack
+from jaxrl_lm.packing import best_fit, pack
 from jaxrl_lm.score import score
 from jaxrl_lm.sequences import align
 from jaxrl_lm.types import Requests
-
-PACKED = 256  # columns of a packed row
 
 
 class Ours:
@@ -114,28 +112,34 @@ class Ours:
         return run
 
     def _packed(self, rows: int, low: int, high: int):
-        """Rows that hold the sequences of `peer_work.sequences`, and a loss over all tokens but each one's first."""
+        """Rows that hold the sequences of `peer_work.sequences`, and a loss over all tokens but each one's first.
+
+        They are as wide, up to twice the longest sequence, as leaves the fewest columns empty.
+        """
         drawn = sequences(rows=rows, low=low, high=high)
         examples = [Example(ids, [False] + [True] * (len(ids) - 1)) for ids in drawn]
-        columns = PACKED if low < high else -(-high // 8) * 8
+        lengths, widths = list(map(len, drawn)), range(-(-high // 8) * 8, 2 * high, 8)
+        columns = min(widths, key=lambda width: width * len(best_fit(lengths, width)))
         tokens, segments, mask, _ = align(pack(examples, max_length=columns), start=None, columns=columns, pad_id=0)
         return sum(map(len, drawn)), jnp.asarray(tokens), jnp.asarray(segments), jnp.asarray(mask)
 
-    def score(self, *, rows: int = 32, low: int = 20, high: int = 200, batch: int = 8):
+    def score(self, *, rows: int = 32, low: int = 20, high: int = 200, cuts: int = 4):
         count, tokens, segments, mask = self._packed(rows, low, high)
-        cut = [slice(first, first + batch) for first in range(0, len(tokens), batch)]
+        batch = -(-len(tokens) // cuts)
+        parts = [slice(first, first + batch) for first in range(0, len(tokens), batch)]
         scored = jax.jit(lambda p, t, s, m: -jnp.where(m, score(p, t, s, model=self.model).logprobs, 0.0).sum())
 
         def run():
             return {
                 "tokens": count,
-                "loss": sum(float(scored(self.params, tokens[c], segments[c], mask[c])) for c in cut),
+                "loss": sum(float(scored(self.params, tokens[c], segments[c], mask[c])) for c in parts),
             }
 
         return run
 
-    def train(self, *, rows: int = 32, low: int = 20, high: int = 200, batch: int = 8):
+    def train(self, *, rows: int = 32, low: int = 20, high: int = 200, cuts: int = 4):
         count, tokens, segments, mask = self._packed(rows, low, high)
+        batch = -(-len(tokens) // cuts)
         options = {"max_grad_norm": 0.0, "weight_decay": 0.0, "b1": 0.9, "b2": 0.999, "eps": 1e-8}
         tx = make_optimizer(lambda _: 1e-6, **options)
         # What a run takes on a CPU where no option says otherwise.
@@ -194,11 +198,49 @@ def limits() -> dict[str, float]:
     }
 
 
+def layer_weights(m) -> int:
+    """The numbers in the matrices of all layers."""
+    per_layer = m.hidden_size * (2 * (m.num_heads + m.num_kv_heads) * m.head_dim + 3 * m.intermediate_size)
+    return m.num_layers * per_layer
+
+
+def _pair(m) -> float:
+    """Operations of attention for a query and a key."""
+    return 4.0 * m.num_layers * m.num_heads * m.head_dim
+
+
+def products_alone(ours: "Ours", rows: int, passes: int = 8) -> float:
+    """Seconds that the products of a pass with weights take by themselves, one after another as the layers need them."""
+    groups = ours.model.config.num_heads // ours.model.config.num_kv_heads
+
+    @jax.jit
+    def run(weights, x):
+        def one(_, x):
+            for layer in weights["layers"]:
+                qkv = jnp.einsum("cgkd,dw->cgkw", layer["qkv"]["kernel"], x)
+                x = x + layer["o"]["kernel"] @ qkv[:, :groups].reshape(-1, rows)
+                gate, up = jnp.einsum("nfd,dw->nfw", layer["gate_up"]["kernel"], x)
+                x = x + layer["down"]["kernel"] @ (gate * up)
+            logits = weights["embed"]["table"] @ x
+            return x / (1 + jnp.abs(logits).max())  # so that nothing grows, and no product is left out
+
+        return jax.lax.fori_loop(0, passes, one, x)
+
+    x = jax.random.normal(jax.random.key(0), (ours.model.config.hidden_size, rows))
+    return seconds(lambda: run(ours.weights, x)) / passes
+
+
+def prefill_limit(model, rows: int, columns: int, found: dict[str, float]) -> float:
+    """Seconds that reading the prompts cannot be faster than: products of each token with the layers, attention to what
+    stands before it. A prompt needs no logits."""
+    m, pairs = model.config, columns * (columns + 1) / 2
+    return rows * (2.0 * columns * layer_weights(m) + _pair(m) * pairs) / found["flops"]
+
+
 def decode_limit(model, rows: int, columns: float, found: dict[str, float]) -> float:
     """Seconds that a pass of decoding cannot be faster than: its arithmetic, or the weights and caches that it reads."""
     m = model.config
-    per_layer = m.hidden_size * (2 * (m.num_heads + m.num_kv_heads) * m.head_dim + 3 * m.intermediate_size)
-    weights = m.num_layers * per_layer + m.vocab_size * m.hidden_size
-    flops = 2.0 * rows * (weights + m.num_layers * 2 * m.num_heads * m.head_dim * columns)
+    weights = layer_weights(m) + m.vocab_size * m.hidden_size
+    flops = rows * (2.0 * weights + _pair(m) * columns)
     read = 4.0 * (weights + rows * m.num_layers * 2 * m.num_kv_heads * m.head_dim * columns)
     return max(flops / found["flops"], read / found["bytes"])

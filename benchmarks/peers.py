@@ -10,7 +10,7 @@ The environments (made once, some GB) and SmolLM2-135M-Instruct in float32 (from
 own export, so that all load the same numbers) lie in --cache. A benchmark asks ours and the peers in turns:
 
     with Peer("tunix") as tunix:
-        times = interleaved({"ours": ours, "tunix": lambda: tunix.ask("generate", rows=32, prompt=40, new=64)}, 3)
+        times = interleaved({"ours": ours, "tunix": lambda: tunix.ask("generate", rows=32, prompt=40, new=64)}, 2)
 
 An answer has `seconds` (after a warm-up with the same options), `tokens`, and what else the task says.
 """
@@ -137,14 +137,18 @@ class Peer:
         self.replies.close()
 
 
-def interleaved(calls: dict, repeats: int) -> dict[str, dict]:
-    """The answer with the median seconds of each; the calls take turns, after one unmeasured call of each."""
-    for call in calls.values():
-        call()
+def interleaved(calls: dict, turns: int, *, timed: int = 2) -> dict[str, dict]:
+    """The answer with the median seconds of each; the calls take turns.
+
+    A turn is one call that is not measured and `timed` that are, as in a run, whose steps follow one another: while
+    another has its turn, a virtual machine may take back the memory that this one has freed, and the first call after
+    that pays for all of it anew.
+    """
     answers = {name: [] for name in calls}
-    for _ in range(repeats):
+    for _ in range(turns):
         for name, call in calls.items():
-            answers[name].append(call())
+            call()
+            answers[name] += [call() for _ in range(timed)]
     middle = lambda found: statistics.median_low(answer["seconds"] for answer in found)
     return {name: next(a for a in found if a["seconds"] == middle(found)) for name, found in answers.items()}
 
@@ -179,10 +183,10 @@ def check(tunix: Peer, transformers: Peer, *, new: int = 24, tolerance: float = 
     return worst
 
 
-def compare(task: str, calls: list[tuple[Peer, dict]], repeats: int) -> None:
+def compare(task: str, calls: list[tuple[Peer, dict]], turns: int) -> None:
     """Prints each peer's median of a task, asked in turns."""
     named = {peer.name: lambda peer=peer, options=options: peer.ask(task, **options) for peer, options in calls}
-    found = interleaved(named, repeats)
+    found = interleaved(named, turns)
     for peer, options in calls:
         answer = found[peer.name]
         rate, facts = answer["tokens"] / answer["seconds"], {k: v for k, v in answer.items() if k != "warm_up"}
@@ -205,21 +209,21 @@ def run(options: argparse.Namespace, stack: contextlib.ExitStack) -> None:
         for rows in options.rows:
             work = {"rows": rows, "prompt": options.prompt, "new": options.new, "group": options.group}
             chosen = [(peer(name), best(peer(name), "generate", modes[name], **work)) for name in options.peers]
-            compare("generate", chosen, options.repeats)
+            compare("generate", chosen, options.turns)
     elif options.what == "long_tail":
         sized = {name: [m | {"batch": size} for m in modes[name] for size in options.batches] for name in modes}
         compare(
             "long_tail",
             [(peer(name), best(peer(name), "long_tail", sized[name])) for name in options.peers],
-            options.repeats,
+            options.turns,
         )
     elif options.what == "grpo":
-        compare("grpo", [(peer("trl"), {})], options.repeats)
+        compare("grpo", [(peer("trl"), {})], options.turns)
     else:
         sizes = [{"batch": size} for size in options.batches]
         torch = peer("transformers")
         for lengths in ({"low": 20, "high": 200}, {"low": 200, "high": 200}):
-            compare(options.what, [(torch, best(torch, options.what, sizes, rows=16, **lengths))], options.repeats)
+            compare(options.what, [(torch, best(torch, options.what, sizes, rows=16, **lengths))], options.turns)
 
 
 def main() -> None:
@@ -235,7 +239,7 @@ def main() -> None:
     parser.add_argument("--new", type=int, default=64)
     parser.add_argument("--group", type=int, default=1, help="rows of each prompt")
     parser.add_argument("--batches", type=int, nargs="+", default=[8, 16, 32], help="rows at a time, of which the best")
-    parser.add_argument("--repeats", type=int, default=3)
+    parser.add_argument("--turns", type=int, default=2)
     with contextlib.ExitStack() as stack:
         run(parser.parse_args(), stack)
 

@@ -309,10 +309,10 @@ def pad_rows(
 
 
 def default_buckets(lengths: Sequence[int]) -> tuple[int, ...]:
-    """One padded length that holds every prompt: the longest, rounded up to a multiple of 16."""
+    """One padded length that holds every prompt: the longest, rounded up to a multiple of 8, the rows of a TPU's tile."""
     if not lengths:
         raise ValueError("default_buckets: there are no lengths")
-    return (-(-max(lengths) // 16) * 16,)
+    return (-(-max(lengths) // 8) * 8,)
 
 
 def choose_bucket(length: int, buckets: Sequence[int]) -> int:

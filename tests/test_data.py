@@ -451,7 +451,7 @@ def test_padding_refuses_what_does_not_fit():
 
 def test_buckets():
     assert data.default_buckets([3, 16]) == (16,)
-    assert data.default_buckets([17]) == (32,)
+    assert data.default_buckets([17]) == (24,)
     assert [data.choose_bucket(n, (64, 16, 32)) for n in (1, 16, 17, 64)] == [16, 16, 32, 64]
     with pytest.raises(ValueError, match=r"prompt_buckets=\(16, 32\): none holds a prompt of 33 tokens"):
         data.choose_bucket(33, (16, 32))

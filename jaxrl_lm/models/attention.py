@@ -15,7 +15,7 @@ from jaxtyping import Array, Bool, Float, Int, Shaped
 
 from jaxrl_lm.models.config import ModelConfig
 from jaxrl_lm.models.layers import MASKED
-from jaxrl_lm.sharding import Plan
+from jaxrl_lm.sharding import Plan, platform_of
 
 COLUMNS = {"splash": 128, "cudnn": 64}  # of a device, in whole numbers of which a kernel has them
 BLOCKS = (512, 256, 128)  # of columns that splash computes at once, the largest that divides a device's
@@ -76,7 +76,7 @@ def attention_of(
     whose tokens stand next to each other. Raises ValueError as `choose`, by the plan's devices.
     """
     name = config.attention_implementation
-    platform = jax.default_backend() if plan is None else plan.platform
+    platform = platform_of(plan)
     if not INTERPRET and platform is not None:
         choose(name, config, platform=platform, plan=plan)
     if name == "splash":

@@ -15,13 +15,13 @@ from jax.experimental import pallas as pl
 from jax.experimental.pallas import tpu as pltpu
 from jaxtyping import Array, Int32, Shaped
 
-from jaxrl_lm.sharding import Plan
+from jaxrl_lm.sharding import Plan, platform_of
 
 LANES, SUBLANES = 128, 32  # columns of a tile where they come last, and where they do not (of any dtype)
 
 
 def _on_tpu(plan: Plan | None) -> bool:
-    return (jax.default_backend() if plan is None else plan.platform) == "tpu"
+    return platform_of(plan) == "tpu"
 
 
 def write_columns(

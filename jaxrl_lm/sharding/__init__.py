@@ -4,7 +4,7 @@ from jaxrl_lm.sharding.across import spread_layout
 from jaxrl_lm.sharding.mesh import AXES, make_mesh
 from jaxrl_lm.sharding.moves import HOST, has_host_memory, keep, move, moved_bytes, on_host
 from jaxrl_lm.sharding.presets import build_plan, ruled
-from jaxrl_lm.sharding.rules import DECODE_RULES, PRESETS, RULES, Plan, divided
+from jaxrl_lm.sharding.rules import DECODE_RULES, PRESETS, RULES, Plan, divided, platform_of
 
 __all__ = [
     "AXES",
@@ -21,6 +21,7 @@ __all__ = [
     "move",
     "moved_bytes",
     "on_host",
+    "platform_of",
     "ruled",
     "spread_layout",
 ]

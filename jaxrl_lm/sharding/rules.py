@@ -201,6 +201,12 @@ class Plan:
         return jax.lax.with_sharding_constraint(x, self.sharding(axes, x.shape, f"activation {axes}"))
 
 
+def platform_of(plan: Plan | None) -> str | None:
+    """The platform that programs of this plan run on, cpu, gpu or tpu; without a plan JAX's default, None as
+    `Plan.platform`."""
+    return jax.default_backend() if plan is None else plan.platform
+
+
 def divided(layout: NamedSharding, shape: tuple[int, ...]) -> NamedSharding:
     """The layout of an array that has fewer numbers along some axes of another, as it has where that divides, else whole."""
     names = [*layout.spec, *[None] * (len(shape) - len(layout.spec))]
