@@ -92,8 +92,9 @@ def _gumbel_argmax(keys: Key[Array, "N"], logits: Float[Array, "N n"], greedy: B
 
 def categorical(
     logits: Float[Array, "N V"], keys: Key[Array, "N"], greedy: Bool[Array, "N"] | None = None
-) -> tuple[Int32[Array, "N"], Float[Array, "N"]]:
-    """One draw a row from softmax(logits), each from its own key, and log Σ exp(logits); greedy rows take the first best.
+) -> tuple[Int32[Array, "N"], Float[Array, "N"], Float[Array, "N"]]:
+    """One draw a row from softmax(logits), each from its own key, its logit, and log Σ exp(logits); greedy rows take the
+    first best.
 
     In two stages, a block of 128 tokens by its summed probability and a token within it, each by the Gumbel maximum: the
     same distribution as one Gumbel a token for V/128 + 128 random numbers a row instead of V, and two passes over V.
@@ -109,8 +110,9 @@ def categorical(
     two = jax.vmap(jax.random.split)(keys)
     block = _gumbel_argmax(two[:, 0], jnp.where(greedy[:, None], highest, log_weight), greedy)
     within = jnp.take_along_axis(blocks, block[:, None, None], axis=1)[:, 0]
-    token = block * BLOCK + _gumbel_argmax(two[:, 1], within, greedy)
-    return token, best + jnp.log(jnp.sum(weight, axis=1))
+    place = _gumbel_argmax(two[:, 1], within, greedy)
+    chosen = jnp.take_along_axis(within, place[:, None], axis=1)[:, 0]
+    return block * BLOCK + place, chosen, best + jnp.log(jnp.sum(weight, axis=1))
 
 
 def draw(
@@ -130,11 +132,9 @@ def draw(
     drawn_from = scaled if ruled is None else ruled / heat
     if sampling.truncates:
         drawn_from = truncate(drawn_from, sampling)
-    token, log_total = categorical(drawn_from, keys, greedy)
-    of = lambda values: jnp.take_along_axis(values, token[:, None], axis=1)[:, 0]
-    chosen = of(scaled)
+    token, chosen, log_total = categorical(drawn_from, keys, greedy)
+    behaviour = chosen - log_total
     if not sampling.truncates and ruled is None:
-        logprob = chosen - log_total
-        return Drawn(token, logprob, logprob)
-    behaviour = (chosen if ruled is None else of(drawn_from)) - log_total
-    return Drawn(token, chosen - jax.nn.logsumexp(scaled, axis=1), jnp.where(greedy, 0.0, behaviour))
+        return Drawn(token, behaviour, behaviour)
+    own = jnp.take_along_axis(scaled, token[:, None], axis=1)[:, 0]
+    return Drawn(token, own - jax.nn.logsumexp(scaled, axis=1), jnp.where(greedy, 0.0, behaviour))

@@ -25,7 +25,7 @@ def softmax(logits):
 def counts(logits, seed, draws=DRAWS):
     """How often each token is drawn from one row of logits."""
     keys = jax.random.split(jax.random.key(seed), draws)
-    tokens, _ = jax.jit(categorical)(jnp.broadcast_to(jnp.float32(logits), (draws, len(logits))), keys)
+    tokens, _, _ = jax.jit(categorical)(jnp.broadcast_to(jnp.float32(logits), (draws, len(logits))), keys)
     return np.bincount(tokens, minlength=len(logits))
 
 
@@ -81,6 +81,10 @@ def test_a_draw_depends_on_its_row_and_key_only():
     order = rng.permutation(16)
     one_draw = jax.jit(lambda logits, keys: categorical(logits, keys)[0])
     tokens = np.asarray(one_draw(logits, keys))
+    _, chosen, total = categorical(logits, jax.random.clone(keys))
+    np.testing.assert_array_equal(chosen, np.asarray(logits)[np.arange(16), tokens])
+    exact = np.log(np.exp(np.asarray(logits, np.float64)).sum(1))
+    np.testing.assert_allclose(total, exact, rtol=1e-6)
     np.testing.assert_array_equal(tokens[order], one_draw(logits[order], jax.random.clone(keys)[order]))
     same_logits = np.asarray(one_draw(jnp.broadcast_to(logits[:1], logits.shape), jax.random.clone(keys)))
     assert len(set(same_logits.tolist())) > 4
