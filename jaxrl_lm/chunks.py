@@ -12,11 +12,11 @@ import jax.numpy as jnp
 import numpy as np
 from jaxtyping import Array, Bool, Int32
 
-from jaxrl_lm.config import SamplingConfig
 from jaxrl_lm.distributed import gather, one_at_a_time
 from jaxrl_lm.generate import EMPTY, DecodeState, decode
 from jaxrl_lm.generate import begin as begin_decoding
 from jaxrl_lm.models import Model
+from jaxrl_lm.sampling_config import SamplingConfig
 from jaxrl_lm.turns import row_of
 from jaxrl_lm.types import Params, Requests, Rollout
 

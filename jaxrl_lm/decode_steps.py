@@ -14,10 +14,10 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Bool, Int32
 
-from jaxrl_lm.config import SamplingConfig
 from jaxrl_lm.generate import DecodeState, Prefixes, begin, collect, decode, fork, start
 from jaxrl_lm.models import Model
 from jaxrl_lm.models.kv_cache import column_axes
+from jaxrl_lm.sampling_config import SamplingConfig
 from jaxrl_lm.sharding import Plan
 from jaxrl_lm.turns import append, finish, room, waiting
 from jaxrl_lm.types import Params, Requests, Rollout

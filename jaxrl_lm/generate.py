@@ -13,7 +13,6 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Bool, Float, Int32, Shaped
 
-from jaxrl_lm.config import SamplingConfig
 from jaxrl_lm.logit_rules import (
     RuleState,
     Tables,
@@ -29,6 +28,7 @@ from jaxrl_lm.models import Cache, Model, extend, fuse_layers, next_logits, pref
 from jaxrl_lm.models.cache_write import narrow, turned
 from jaxrl_lm.models.kv_cache import wider
 from jaxrl_lm.sampling import Drawn, draw
+from jaxrl_lm.sampling_config import SamplingConfig
 from jaxrl_lm.sharding import Plan
 from jaxrl_lm.speculate import Prompts, check_drafts, prompts_of, propose
 from jaxrl_lm.types import Params, Requests, Rollout

@@ -34,7 +34,7 @@ from jaxrl_lm.checks import (
     resolve_algorithm,
     updates_per_step,
 )
-from jaxrl_lm.config import GRPOConfig, MachineOptions, PromptOptions, SamplingConfig
+from jaxrl_lm.config import GRPOConfig, MachineOptions, PromptOptions
 from jaxrl_lm.data import default_buckets, read_rows
 from jaxrl_lm.distill import DistillObjective
 from jaxrl_lm.distributed import place
@@ -51,6 +51,7 @@ from jaxrl_lm.rewards import RewardFunction
 from jaxrl_lm.rollout import Sampler
 from jaxrl_lm.rule_tables import rule_tables, sampling_of
 from jaxrl_lm.runs import check_processes
+from jaxrl_lm.sampling_config import SamplingConfig
 from jaxrl_lm.sharding import Plan, build_plan
 from jaxrl_lm.steps import Steps, compile_steps
 from jaxrl_lm.types import Params

@@ -18,7 +18,6 @@ from jaxtyping import Array, Float, Int32
 
 from jaxrl_lm.batch import BatchRule, Coefficients, Rated
 from jaxrl_lm.chunks import Chunks, advance, begin
-from jaxrl_lm.config import SamplingConfig
 from jaxrl_lm.credit import Credit, CreditRule
 from jaxrl_lm.distributed import place
 from jaxrl_lm.generate import collect, generate, prepare_decode
@@ -44,6 +43,7 @@ from jaxrl_lm.rows import (
     value_rows,
     whole,
 )
+from jaxrl_lm.sampling_config import SamplingConfig
 from jaxrl_lm.sharding import Plan, move, on_host
 from jaxrl_lm.types import (
     CriticBatch,

@@ -11,9 +11,9 @@ import jax.numpy as jnp
 import numpy as np
 from jaxtyping import Array, Bool, Int, Int32
 
-from jaxrl_lm.config import SamplingConfig
 from jaxrl_lm.generate import EMPTY, PAUSED, DecodeState, _apart, _pick, _refill
 from jaxrl_lm.models import Model, extend
+from jaxrl_lm.sampling_config import SamplingConfig
 from jaxrl_lm.sharding import Plan
 from jaxrl_lm.types import Params, Requests
 

@@ -13,7 +13,6 @@ import pytest
 import tiny_run
 from test_generate import EOS, random_params, requests
 
-from jaxrl_lm.config import SamplingConfig
 from jaxrl_lm.generate import DecodeState, decode, fork, generate, prepare_decode, read_prompts, start
 from jaxrl_lm.models import build, kv_cache
 from jaxrl_lm.models import decode as decoding
@@ -21,6 +20,7 @@ from jaxrl_lm.models.kv_cache import rounded, stored
 from jaxrl_lm.plan_config import PlanConfig, open_model_config
 from jaxrl_lm.plan_estimate import cache_bytes, step_memory
 from jaxrl_lm.plan_steps import blocks_read
+from jaxrl_lm.sampling_config import SamplingConfig
 from jaxrl_lm.score import score
 from jaxrl_lm.sharding import Plan, make_mesh
 

@@ -25,13 +25,14 @@ from transformers import (
 )
 
 from jaxrl_lm import checks, cli, inference, rule_tables
-from jaxrl_lm.config import EvalConfig, GenerateConfig, GRPOConfig, SamplingConfig
+from jaxrl_lm.config import EvalConfig, GenerateConfig, GRPOConfig
 from jaxrl_lm.generate import generate, prepare_decode
 from jaxrl_lm.lab.tokenizer import lab_tokenizer
 from jaxrl_lm.logit_rules import RuleState, Tables, check_rules, make_grammar, ruled, tokens_seen
 from jaxrl_lm.models import build, positions
 from jaxrl_lm.rollout import Replay
 from jaxrl_lm.sampling import draw, nucleus, truncate
+from jaxrl_lm.sampling_config import SamplingConfig
 from jaxrl_lm.score import score
 from jaxrl_lm.step_rewards import place_steps
 

@@ -12,10 +12,10 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from jaxrl_lm.config import SamplingConfig
 from jaxrl_lm.generate import generate, prepare_decode
 from jaxrl_lm.models import Model, ModelConfig, build, positions
 from jaxrl_lm.models import decode as decoding
+from jaxrl_lm.sampling_config import SamplingConfig
 from jaxrl_lm.score import score
 from jaxrl_lm.types import Requests
 

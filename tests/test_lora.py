@@ -13,12 +13,12 @@ import torch
 from safetensors.numpy import load_file, save_file
 from transformers import CONFIG_MAPPING, AutoModelForCausalLM
 
-from jaxrl_lm.config import SamplingConfig
 from jaxrl_lm.generate import generate, prepare_decode
 from jaxrl_lm.models import LoraConfig, build, decode_specs, decoder_specs, lora, peft, positions
 from jaxrl_lm.models.hf_config import config_from_hf
 from jaxrl_lm.models.hf_files import Safetensors
 from jaxrl_lm.models.hf_table import flatten, read_params
+from jaxrl_lm.sampling_config import SamplingConfig
 from jaxrl_lm.score import score
 from jaxrl_lm.sharding import Plan, make_mesh
 from jaxrl_lm.types import Requests
