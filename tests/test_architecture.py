@@ -33,6 +33,7 @@ LAYERS = (
     ("optim",),
     ("models",),
     ("logit_rules", "placement", "sampling", "score", "speculate"),
+    ("slots",),
     ("credit", "generate", "update"),
     ("turns",),
     ("batch", "chunks", "distill", "fit_batches", "fit_objectives", "objectives", "rows"),

@@ -13,7 +13,7 @@ import pytest
 import tiny_run
 from test_generate import EOS, random_params, requests
 
-from jaxrl_lm.generate import DecodeState, decode, fork, generate, prepare_decode, read_prompts, start
+from jaxrl_lm.generate import decode, generate, prepare_decode, read_prompts
 from jaxrl_lm.models import build, kv_cache
 from jaxrl_lm.models import decode as decoding
 from jaxrl_lm.models.kv_cache import rounded, stored
@@ -23,6 +23,7 @@ from jaxrl_lm.plan_steps import blocks_read
 from jaxrl_lm.sampling_config import SamplingConfig
 from jaxrl_lm.score import score
 from jaxrl_lm.sharding import Plan, make_mesh
+from jaxrl_lm.slots import DecodeState, fork, start
 
 PROMPTS, GROUP, COLUMNS, NEW = 4, 2, 6, 10
 ROWS = PROMPTS * GROUP

@@ -23,13 +23,14 @@ from test_slots import COLUMNS, LIMITS, NEW, ROWS, SEGMENTS, TEMPERATURE, TOKENS
 from jaxrl_lm import GRPOConfig, chunks, loop
 from jaxrl_lm.assemble import make_batch_rules
 from jaxrl_lm.checks import check, old_logprobs_of, resolve_algorithm
-from jaxrl_lm.generate import PAUSED, begin, collect, generate, prepare_decode
+from jaxrl_lm.generate import begin, collect, generate, prepare_decode
 from jaxrl_lm.host import make_host
 from jaxrl_lm.models import build
 from jaxrl_lm.placement import Placement
 from jaxrl_lm.rollout import earlier, replay
 from jaxrl_lm.sampling_config import SamplingConfig
 from jaxrl_lm.sharding import build_plan
+from jaxrl_lm.slots import PAUSED
 
 # --- decoding in chunks -----------------------------------------------------------------------------------------------
 

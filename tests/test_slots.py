@@ -13,12 +13,13 @@ import numpy as np
 import pytest
 from test_generate import EOS, random_params, requests, same
 
-from jaxrl_lm.generate import Prefixes, collect, decode, fork, generate, prepare_decode, read_prompts, start
+from jaxrl_lm.generate import collect, decode, generate, prepare_decode, read_prompts
 from jaxrl_lm.models import build
 from jaxrl_lm.models import decode as decoding
 from jaxrl_lm.sampling_config import SamplingConfig
 from jaxrl_lm.score import score
 from jaxrl_lm.sharding import Plan, make_mesh
+from jaxrl_lm.slots import Prefixes, fork, start
 
 PROMPTS, GROUP, COLUMNS, NEW = 8, 3, 6, 12
 ROWS = PROMPTS * GROUP

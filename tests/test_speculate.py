@@ -19,12 +19,13 @@ from test_slots import GROUP, LIMITS, NEW, ROWS, SEGMENTS, TEMPERATURE, TOKENS
 
 from jaxrl_lm import speculate
 from jaxrl_lm.checkpoint import Checkpoints
-from jaxrl_lm.generate import decode, generate, prepare_decode, read_prompts, start
+from jaxrl_lm.generate import decode, generate, prepare_decode, read_prompts
 from jaxrl_lm.models import build, decode_specs
 from jaxrl_lm.rollout import Earlier
 from jaxrl_lm.sampling_config import SamplingConfig
 from jaxrl_lm.score import score
 from jaxrl_lm.sharding import Plan, make_mesh
+from jaxrl_lm.slots import start
 
 DRAFT = 3
 

@@ -13,12 +13,13 @@ import pytest
 from test_generate import random_params, requests, same
 
 from jaxrl_lm.decode_steps import compile_turns
-from jaxrl_lm.generate import collect, decode, fork, prepare_decode, read_prompts, start
+from jaxrl_lm.generate import collect, decode, prepare_decode, read_prompts
 from jaxrl_lm.models import build
 from jaxrl_lm.models import decode as decoding
 from jaxrl_lm.sampling_config import SamplingConfig
 from jaxrl_lm.score import score
 from jaxrl_lm.sharding import Plan, make_mesh
+from jaxrl_lm.slots import fork, start
 from jaxrl_lm.turns import append, check_append
 
 PROMPTS, GROUP, COLUMNS, NEW, WIDTH, VOCAB = 8, 2, 6, 24, 5, 48
