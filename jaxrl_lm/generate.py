@@ -9,7 +9,7 @@ stop strings: `stops.py`; the forward pass: `models/decode.py`.
 
 import jax
 import jax.numpy as jnp
-from jaxtyping import Array, Bool, Int32, Shaped
+from jaxtyping import Array, Bool, Float, Int32, Key, Shaped
 
 from jaxrl_lm.logit_rules import Tables, advance, check_rules, forced, ruled
 from jaxrl_lm.models import Model, extend, fuse_layers, next_logits, prefill
@@ -68,18 +68,11 @@ def decode(
     check_rules(sampling, tables, model.config.vocab_size)
     check_drafts(requests, sampling)
     seen, prompts = prompts_seen(requests, model, sampling), prompts_of(requests)
-    parts = state.next.shape[0]
-    rows, slots, reads = (
-        state.results.ended.shape[0],
-        state.request.shape[0],
-        1 + (sampling.num_speculative_tokens or 0),
-    )
-    pauses = sampling.observation_columns is not None
+    (rows,), (slots,), parts = state.results.ended.shape, state.request.shape, state.next.shape[0]
+    reads = 1 + (sampling.num_speculative_tokens or 0)
     # Which no queue exceeds: a bound for who reads the program. Rows that pause may go on one after another.
-    most = (rows if pauses else -(-rows // slots)) * sampling.max_new_tokens
+    most = (rows if sampling.observation_columns is not None else -(-rows // slots)) * sampling.max_new_tokens
     limits = jnp.minimum(requests.max_new, sampling.max_new_tokens)
-    flat = lambda x: x.reshape(slots * reads, *x.shape[2:])
-    each = lambda x: jnp.repeat(x, reads, axis=0)
 
     def body(state: DecodeState) -> DecodeState:
         active, request = state.request > EMPTY, jnp.maximum(state.request, 0)
@@ -89,35 +82,9 @@ def decode(
         read = jnp.concatenate([state.token[:, None], jnp.maximum(guesses, 0)], axis=1)
         hidden, cache = extend(params, read, state.cache, model=model, count=active.astype(jnp.int32))
         logits = next_logits(params, hidden.reshape(hidden.shape[0], slots * reads), model=model)
-        keys = jax.vmap(jax.random.fold_in)(each(of(requests.keys)), flat(column))
-        shaped = ruled(logits, state.rules, flat(column), tables, sampling)
-        drawn = draw(logits, keys, each(of(requests.temperature)), sampling, shaped)
-        given, chosen = forced(state.rules, state.drawn, tables, sampling), None  # with one token a pass
-        if given is not None:
-            chosen = given < 0
-            zero = lambda x: jnp.where(chosen, x, 0.0)
-            drawn = Drawn(jnp.where(chosen, drawn.token, given), zero(drawn.logprob), zero(drawn.behaviour_logprob))
-        token = jnp.where(each(active), drawn.token, each(state.token)).reshape(slots, reads)
-        over, stop_states = _over(state, token, tables.stops, sampling)
-        full = column + 1 >= of(limits)[:, None]
-        # A draw counts if all before it were what had been guessed, and ended nothing.
-        follows = (token[:, :-1] == guesses) & ~(over | full)[:, :-1]
-        counts = jnp.concatenate([active[:, None], follows], axis=1).astype(jnp.int32).cumprod(axis=1).astype(bool)
-        count = counts.sum(1, dtype=jnp.int32)
-        last = lambda x: jnp.take_along_axis(x, jnp.maximum(count - 1, 0)[:, None], axis=1)[:, 0]
-        left = jnp.where(last(full), EMPTY, PAUSED - state.request) if pauses else EMPTY
-        state = state._replace(
-            step=state.step + 1,
-            busy=state.busy + active.sum(dtype=jnp.int32),
-            request=jnp.where(active & last(over | full), left, state.request),
-            drawn=state.drawn + count,
-            token=last(token),
-            stop_state=jnp.where(active, last(stop_states), state.stop_state),
-            cache=cache._replace(lengths=state.cache.lengths + count),
-            results=_record(state, column, drawn._replace(token=flat(token)), counts, counts & over, chosen),
-            rules=advance(state.rules, last(token), active, tables),
-            passes=None if state.passes is None else _one_more(state, parts),
-        )
+        drawn, chosen = _draw(logits, of(requests.keys), of(requests.temperature), column, state, tables, sampling)
+        state = state._replace(cache=cache._replace(lengths=state.cache.lengths))  # nothing that was read counts yet
+        state = _keep(state, drawn, chosen, guesses, column, of(limits), tables, sampling)
         return refill(state, seen, model.plan) if slots < rows else state
 
     def goes_on(state: DecodeState) -> Bool[Array, ""]:
@@ -135,6 +102,62 @@ def _guesses(requests: Requests, prompts: Prompts, state: DecodeState, sampling:
     earlier = None if requests.drafts is None else of(requests.drafts)
     size = {"draft": sampling.num_speculative_tokens, "longest": sampling.prompt_lookup_max}
     return propose(jax.tree.map(of, prompts), of(state.results.tokens), state.drawn, earlier, **size)
+
+
+def _draw(
+    logits: Float[Array, "WT V"],
+    keys: Key[Array, "W"],
+    temperature: Float[Array, "W"],
+    column: Int32[Array, "W T"],
+    state: DecodeState,
+    tables: Tables,
+    sampling: SamplingConfig,
+) -> tuple[Drawn, Bool[Array, "WT"] | None]:
+    """A token for each of these columns of each slot's row, and which of them the policy chose; None: all."""
+    flat, each = column.reshape(-1), lambda x: jnp.repeat(x, column.shape[1], axis=0)
+    shaped = ruled(logits, state.rules, flat, tables, sampling)
+    drawn = draw(logits, jax.vmap(jax.random.fold_in)(each(keys), flat), each(temperature), sampling, shaped)
+    given = forced(state.rules, state.drawn, tables, sampling)  # with one token a pass
+    if given is None:
+        return drawn, None
+    chosen = given < 0
+    zero = lambda x: jnp.where(chosen, x, 0.0)
+    return Drawn(jnp.where(chosen, drawn.token, given), zero(drawn.logprob), zero(drawn.behaviour_logprob)), chosen
+
+
+def _keep(
+    state: DecodeState,
+    drawn: Drawn,
+    chosen: Bool[Array, "WT"] | None,
+    guesses: Int32[Array, "W k"],
+    column: Int32[Array, "W T"],
+    limits: Int32[Array, "W"],
+    tables: Tables,
+    sampling: SamplingConfig,
+) -> DecodeState:
+    """The state with the draws that count: those of slots with a row, as far as guesses were right and nothing ended."""
+    active, (slots, reads) = state.request > EMPTY, column.shape
+    token = jnp.where(active[:, None], drawn.token.reshape(slots, reads), state.token[:, None])
+    over, stop_states = _over(state, token, tables.stops, sampling)
+    full = column + 1 >= limits[:, None]
+    # A draw counts if all before it were what had been guessed, and ended nothing.
+    follows = (token[:, :-1] == guesses) & ~(over | full)[:, :-1]
+    counts = jnp.concatenate([active[:, None], follows], axis=1).astype(jnp.int32).cumprod(axis=1).astype(bool)
+    count = counts.sum(1, dtype=jnp.int32)
+    last = lambda x: jnp.take_along_axis(x, jnp.maximum(count - 1, 0)[:, None], axis=1)[:, 0]
+    left = EMPTY if sampling.observation_columns is None else jnp.where(last(full), EMPTY, PAUSED - state.request)
+    return state._replace(
+        step=state.step + 1,
+        busy=state.busy + active.sum(dtype=jnp.int32),
+        request=jnp.where(active & last(over | full), left, state.request),
+        drawn=state.drawn + count,
+        token=last(token),
+        stop_state=jnp.where(active, last(stop_states), state.stop_state),
+        cache=state.cache._replace(lengths=state.cache.lengths + count),
+        results=_record(state, column, drawn._replace(token=token.reshape(-1)), counts, counts & over, chosen),
+        rules=advance(state.rules, last(token), active, tables),
+        passes=None if state.passes is None else _one_more(state),
+    )
 
 
 def _over(
@@ -183,9 +206,9 @@ def _record(
     )
 
 
-def _one_more(state: DecodeState, parts: int) -> Int32[Array, "N"]:
+def _one_more(state: DecodeState) -> Int32[Array, "N"]:
     """Passes of each row with this one."""
-    rows = state.passes.shape[0] // parts
+    parts, rows = state.order.shape
     place = apart(jnp.where(state.request == EMPTY, rows, state.request), parts)
     add = jax.vmap(lambda passes, row: passes.at[row].add(1, mode="drop"))
     return add(apart(state.passes, parts), place).reshape(rows * parts)
