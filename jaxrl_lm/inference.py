@@ -38,7 +38,8 @@ from jaxrl_lm.rollout import EVAL, Sampler
 from jaxrl_lm.rule_tables import FROM_THE_START, check_speculation
 from jaxrl_lm.runs import check_processes, command_of
 from jaxrl_lm.sharding import Plan
-from jaxrl_lm.steps import compile_steps, state_shardings, trained_specs
+from jaxrl_lm.steps import compile_steps
+from jaxrl_lm.train_state import state_shardings, trained_specs
 from jaxrl_lm.types import Params
 
 

@@ -32,7 +32,7 @@ LAYERS = (
     ("moments",),
     ("optim",),
     ("models",),
-    ("logit_rules", "placement", "sampling", "score", "speculate"),
+    ("logit_rules", "placement", "sampling", "score", "speculate", "train_state"),
     ("slots",),
     ("credit", "generate", "update"),
     ("turns",),

@@ -41,7 +41,7 @@ from jaxrl_lm.score import score
 from jaxrl_lm.sequences import Example, Examples
 from jaxrl_lm.sharding import Plan, make_mesh
 from jaxrl_lm.step_rewards import StepRewards
-from jaxrl_lm.steps import trained_specs
+from jaxrl_lm.train_state import trained_specs
 from jaxrl_lm.types import Frozen, Rollout
 
 STEPS = 10

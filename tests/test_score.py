@@ -9,8 +9,8 @@ import numpy as np
 import pytest
 
 from jaxrl_lm.models import Model, build, positions
+from jaxrl_lm.rows import score_rows
 from jaxrl_lm.score import score, token_scores
-from jaxrl_lm.steps import score_rows
 
 SEGMENTS = np.array(
     [
