@@ -30,7 +30,8 @@ from jaxrl_lm.fit_config import DPOConfig, PRMConfig, RewardConfig, SFTConfig
 from jaxrl_lm.models import LoraConfig, Model, merge, save, save_adapter
 from jaxrl_lm.optim import optimizer_of
 from jaxrl_lm.options import from_dict
-from jaxrl_lm.prepare import build_plan, drop_notes, encode_with, make_sampler, make_sampling, plan_of
+from jaxrl_lm.prepare import build_plan, make_sampler, make_sampling, plan_of
+from jaxrl_lm.prompt_sets import drop_notes, encode_with
 from jaxrl_lm.reward_fit import reward_state, save_reward
 from jaxrl_lm.reward_model import open_reward_models
 from jaxrl_lm.rewards import resolve_all

@@ -50,6 +50,7 @@ LAYERS = (
     ("assemble", "evaluate", "host", "reward_model"),
     ("beside", "fit", "process_model"),
     ("judges",),
+    ("prompt_sets",),
     ("prepare", "step_rewards"),
     ("plan_config",),
     ("plan_steps",),
