@@ -11,7 +11,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 import tiny_run
-from test_generate import EOS, random_params, requests
+from tiny_engine import EOS, requests
 
 from jaxrl_lm.generate import decode, generate, prepare_decode, read_prompts
 from jaxrl_lm.models import build, kv_cache
@@ -31,21 +31,6 @@ LENGTHS = np.array([6, 1, 4, 3])
 TOKENS = np.random.default_rng(0).integers(10, 48, (PROMPTS, COLUMNS)).astype(np.int32)
 SEGMENTS = (np.arange(COLUMNS) >= COLUMNS - LENGTHS[:, None]).astype(np.int32)
 LIMITS = np.array([10, 4, 7, 10, 1, 10, 5, 9])
-
-
-@pytest.fixture(scope="module")
-def model(tiny_config):
-    return build(dataclasses.replace(tiny_config, num_layers=2))
-
-
-@pytest.fixture(scope="module")
-def params(model):
-    return random_params(model)
-
-
-@pytest.fixture(scope="module")
-def weights(model, params):
-    return prepare_decode(params, model=model)
 
 
 def asked(**changes):

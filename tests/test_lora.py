@@ -47,11 +47,6 @@ def random_tree(specs, seed, dtype=np.float32):
 
 
 @pytest.fixture(scope="module")
-def model(tiny_config):
-    return build(dataclasses.replace(tiny_config, num_layers=2))
-
-
-@pytest.fixture(scope="module")
 def base(model):
     return random_tree(model.specs, 0)
 

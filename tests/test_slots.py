@@ -11,7 +11,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from test_generate import EOS, random_params, requests, same
+from tiny_engine import EOS, random_params, requests, same
 
 from jaxrl_lm.generate import collect, decode, generate, prepare_decode, read_prompts
 from jaxrl_lm.models import build
@@ -28,21 +28,6 @@ TOKENS = np.random.default_rng(0).integers(10, 48, (PROMPTS, COLUMNS)).astype(np
 SEGMENTS = (np.arange(COLUMNS) >= COLUMNS - LENGTHS[:, None]).astype(np.int32)
 LIMITS = np.random.default_rng(1).permutation(np.repeat([0, 1, 2, 3, 5, NEW], 4)).astype(np.int32)
 TEMPERATURE = np.random.default_rng(2).choice([0.0, 0.7, 1.0, 1.5], ROWS).astype(np.float32)
-
-
-@pytest.fixture(scope="module")
-def model(tiny_config):
-    return build(dataclasses.replace(tiny_config, num_layers=2))
-
-
-@pytest.fixture(scope="module")
-def params(model):
-    return random_params(model)
-
-
-@pytest.fixture(scope="module")
-def weights(model, params):
-    return prepare_decode(params, model=model)
 
 
 @pytest.fixture(scope="module")

@@ -14,8 +14,9 @@ import numpy as np
 import pyarrow.parquet as pq
 import pytest
 import tiny_run
-from test_generate import EOS, PATHS, Chain, completions, greedy, random_params, requests, same, stop_rows
+from test_generate import PATHS, Chain, completions, greedy, stop_rows
 from test_slots import GROUP, LIMITS, NEW, ROWS, SEGMENTS, TEMPERATURE, TOKENS
+from tiny_engine import EOS, requests, same
 
 from jaxrl_lm import speculate
 from jaxrl_lm.checkpoint import Checkpoints
@@ -33,16 +34,6 @@ DRAFT = 3
 @pytest.fixture(scope="module")
 def model(tiny_config):
     return build(dataclasses.replace(tiny_config, num_layers=1))
-
-
-@pytest.fixture(scope="module")
-def params(model):
-    return random_params(model)
-
-
-@pytest.fixture(scope="module")
-def weights(model, params):
-    return prepare_decode(params, model=model)
 
 
 def sampling_of(source=None, eos=EOS, new=NEW, draft=DRAFT, **options):

@@ -10,7 +10,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from test_generate import random_params, requests, same
+from tiny_engine import random_params, requests, same
 
 from jaxrl_lm.decode_steps import compile_turns
 from jaxrl_lm.generate import collect, decode, prepare_decode, read_prompts
@@ -85,21 +85,6 @@ class Engine:
         if np.asarray(lengths).any():
             state = self.steps.append(self.weights, given, state, observations, lengths)
         return self.steps.finish(state, over, cut) if np.asarray(over).any() else state
-
-
-@pytest.fixture(scope="module")
-def model(tiny_config):
-    return build(dataclasses.replace(tiny_config, num_layers=2))
-
-
-@pytest.fixture(scope="module")
-def params(model):
-    return random_params(model)
-
-
-@pytest.fixture(scope="module")
-def weights(model, params):
-    return prepare_decode(params, model=model)
 
 
 @pytest.fixture(scope="module")
