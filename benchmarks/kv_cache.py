@@ -15,11 +15,11 @@ import jax.numpy as jnp
 import numpy as np
 
 from jaxrl_lm import models
-from jaxrl_lm.config import SamplingConfig
 from jaxrl_lm.data import left_pad
 from jaxrl_lm.encode import encode_prompts
 from jaxrl_lm.generate import generate, prepare_decode, read_prompts
 from jaxrl_lm.rewards.arithmetic import addition_words
+from jaxrl_lm.sampling_config import SamplingConfig
 from jaxrl_lm.score import score
 from jaxrl_lm.types import Requests
 

@@ -16,14 +16,16 @@ import jax.numpy as jnp
 from peer_work import long_tail, prompts, questions, sequences
 from stepped import SteppedRun
 
-from jaxrl_lm.config import GRPOConfig, SamplingConfig
+from jaxrl_lm.config import GRPOConfig
 from jaxrl_lm.example import Example
-from jaxrl_lm.generate import collect, decode, prepare_decode, read_prompts, start
+from jaxrl_lm.generate import collect, decode, prepare_decode, read_prompts
 from jaxrl_lm.models import load
 from jaxrl_lm.optim import make_optimizer
 from jaxrl_lm.packing import best_fit, pack
+from jaxrl_lm.sampling_config import SamplingConfig
 from jaxrl_lm.score import score
 from jaxrl_lm.sequences import align
+from jaxrl_lm.slots import start
 from jaxrl_lm.types import Requests
 
 

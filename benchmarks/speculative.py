@@ -20,10 +20,10 @@ import jax.numpy as jnp
 import numpy as np
 from peer_work import questions
 
-from jaxrl_lm.config import SamplingConfig
 from jaxrl_lm.data import left_pad
 from jaxrl_lm.generate import generate, prepare_decode
 from jaxrl_lm.models import load
+from jaxrl_lm.sampling_config import SamplingConfig
 from jaxrl_lm.types import Requests
 
 

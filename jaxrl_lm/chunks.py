@@ -12,11 +12,12 @@ import jax.numpy as jnp
 import numpy as np
 from jaxtyping import Array, Bool, Int32
 
-from jaxrl_lm.config import SamplingConfig
 from jaxrl_lm.distributed import gather, one_at_a_time
-from jaxrl_lm.generate import EMPTY, DecodeState, decode
 from jaxrl_lm.generate import begin as begin_decoding
+from jaxrl_lm.generate import decode
 from jaxrl_lm.models import Model
+from jaxrl_lm.sampling_config import SamplingConfig
+from jaxrl_lm.slots import EMPTY, DecodeState
 from jaxrl_lm.turns import row_of
 from jaxrl_lm.types import Params, Requests, Rollout
 
@@ -41,7 +42,7 @@ Watch = Callable[[np.ndarray, np.ndarray, np.ndarray], None]  # gets `Seen` as h
 
 
 def begin(params: Params, requests: Requests, *, model: Model, sampling: SamplingConfig) -> DecodeState:
-    """The state before the first pass. Raises ValueError as `generate.start`."""
+    """The state before the first pass. Raises ValueError as `slots.start`."""
     state = begin_decoding(params, requests, model=model, sampling=sampling)
     if state.request.shape == state.results.ended.shape:  # a slot a row: nobody reads the prompts' caches any more
         state = state._replace(prefixes=state.prefixes._replace(cache=state.prefixes.cache._replace(layers=())))

@@ -21,7 +21,8 @@ from jaxrl_lm.encode import EncodedPrompts
 from jaxrl_lm.evaluate import reward_table
 from jaxrl_lm.inference import Loaded, load_any, make_inference, say, with_run_options
 from jaxrl_lm.models import eos_token_ids
-from jaxrl_lm.prepare import drop_notes, encode_with, make_sampling, plan_of
+from jaxrl_lm.prepare import make_sampling, plan_of
+from jaxrl_lm.prompt_sets import drop_notes, encode_with
 from jaxrl_lm.reward_model import open_reward_models
 from jaxrl_lm.rewards import RewardFunction, columns_of, combine, compute_rewards, resolve_all
 from jaxrl_lm.rollout import EVAL, Sampled, Sampler

@@ -1,8 +1,8 @@
 """The engine in parts, compiled: the loop alone, episodes of turns, samples after forks. What samples in one piece:
 `steps.py`.
 
-`compile_decode`, `compile_turns` and `compile_forks` bind a model and sampling to the functions of `generate.py` and
-`turns.py`. Who calls the forks: `trunks.py`; who looks at the loop: `plan_decode.py`.
+`compile_decode`, `compile_turns` and `compile_forks` bind a model and sampling to the functions of `generate.py`,
+`slots.py` and `turns.py`. Who calls the forks: `trunks.py`; who looks at the loop: `plan_decode.py`.
 """
 
 import dataclasses
@@ -14,11 +14,12 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Bool, Int32
 
-from jaxrl_lm.config import SamplingConfig
-from jaxrl_lm.generate import DecodeState, Prefixes, begin, collect, decode, fork, start
+from jaxrl_lm.generate import begin, collect, decode
 from jaxrl_lm.models import Model
 from jaxrl_lm.models.kv_cache import column_axes
+from jaxrl_lm.sampling_config import SamplingConfig
 from jaxrl_lm.sharding import Plan
+from jaxrl_lm.slots import DecodeState, Prefixes, fork, start
 from jaxrl_lm.turns import append, finish, room, waiting
 from jaxrl_lm.types import Params, Requests, Rollout
 

@@ -26,7 +26,7 @@ from jaxrl_lm.online_pairs import OnlinePairs, open_online
 from jaxrl_lm.options import nearest
 from jaxrl_lm.preferences import PairBatches, Reference, UnpairedBatches
 from jaxrl_lm.sequences import encode_pairs, encode_unpaired
-from jaxrl_lm.steps import trained_specs
+from jaxrl_lm.train_state import trained_specs
 from jaxrl_lm.types import Frozen, Params, PreferenceBatch
 
 WITHOUT_REFERENCE = ("simpo", "cpo", "orpo", "sft")

@@ -18,9 +18,10 @@ from jaxrl_lm.distributed import place
 from jaxrl_lm.fit_batches import preference_batch, sft_batch
 from jaxrl_lm.metrics import Mean, Metrics, merge
 from jaxrl_lm.models import LoraConfig, Model
+from jaxrl_lm.rows import whole
 from jaxrl_lm.score import score
 from jaxrl_lm.sharding import Plan
-from jaxrl_lm.steps import follow, start, state_shardings, whole
+from jaxrl_lm.train_state import follow, start, state_shardings
 from jaxrl_lm.types import Frozen, Params, TrainState
 from jaxrl_lm.update import Objective, adapted, cut, update
 

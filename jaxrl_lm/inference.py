@@ -30,7 +30,8 @@ from jaxrl_lm.fit_config import DPOConfig, PRMConfig, RewardConfig, SFTConfig
 from jaxrl_lm.models import LoraConfig, Model, merge, save, save_adapter
 from jaxrl_lm.optim import optimizer_of
 from jaxrl_lm.options import from_dict
-from jaxrl_lm.prepare import build_plan, drop_notes, encode_with, make_sampler, make_sampling, plan_of
+from jaxrl_lm.prepare import build_plan, make_sampler, make_sampling, plan_of
+from jaxrl_lm.prompt_sets import drop_notes, encode_with
 from jaxrl_lm.reward_fit import reward_state, save_reward
 from jaxrl_lm.reward_model import open_reward_models
 from jaxrl_lm.rewards import resolve_all
@@ -38,7 +39,8 @@ from jaxrl_lm.rollout import EVAL, Sampler
 from jaxrl_lm.rule_tables import FROM_THE_START, check_speculation
 from jaxrl_lm.runs import check_processes, command_of
 from jaxrl_lm.sharding import Plan
-from jaxrl_lm.steps import compile_steps, state_shardings, trained_specs
+from jaxrl_lm.steps import compile_steps
+from jaxrl_lm.train_state import state_shardings, trained_specs
 from jaxrl_lm.types import Params
 
 

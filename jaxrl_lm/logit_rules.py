@@ -13,7 +13,7 @@ import jax.numpy as jnp
 import numpy as np
 from jaxtyping import Array, Bool, Float, Int32, UInt32
 
-from jaxrl_lm.config import SamplingConfig
+from jaxrl_lm.sampling_config import SamplingConfig
 
 WORD = 32
 

@@ -28,11 +28,13 @@ from jaxrl_lm.fit_config import DPOConfig
 from jaxrl_lm.fit_prepare import Basis, Timing
 from jaxrl_lm.given import Table, pad_sides
 from jaxrl_lm.preferences import PairBatches
-from jaxrl_lm.prepare import drop_notes, encode_with, fingerprint, make_sampler, make_sampling, vocabulary_notes
+from jaxrl_lm.prepare import make_sampler, make_sampling, vocabulary_notes
+from jaxrl_lm.prompt_sets import drop_notes, encode_with, fingerprint
 from jaxrl_lm.reward_model import open_reward_models
 from jaxrl_lm.rewards import RewardError, RewardFunction, columns_of, combine, resolve_all
 from jaxrl_lm.rollout import EVAL, TRAIN, Sampled, Sampler
 from jaxrl_lm.rule_tables import check_speculation
+from jaxrl_lm.sampling_config import SamplingConfig
 from jaxrl_lm.steps import Steps, compile_steps
 from jaxrl_lm.types import Frozen, Params, TrainState
 
@@ -55,17 +57,16 @@ class Online(NamedTuple):
     notes: Callable[[Any, Params | None, Timing], list[str]]
 
 
-def open_online(config: DPOConfig, basis: Basis, dataset: Any, reward_functions) -> Online:
-    """Prompts, sampler and rewards. Raises ValueError, naming option, file or row, for what does not fit."""
+def _check(config: DPOConfig, ways: int) -> None:
+    """What options alone say; `ways`: devices that rows are split over."""
     if config.num_generations < 2:
         raise ValueError(f"num_generations={config.num_generations}: a pair needs at least 2 samples of a prompt")
     for name in ("refresh_steps", "max_completion_length", "prompts_per_step", "eval_num_generations"):
         if getattr(config, name) < 1:
             raise ValueError(f"{name}={getattr(config, name)}: must be at least 1")
-    if config.prompts_per_step % basis.plan.batch_ways:
+    if config.prompts_per_step % ways:
         raise ValueError(
-            f"prompts_per_step={config.prompts_per_step} is not divisible by the {basis.plan.batch_ways} devices of the "
-            "mesh's batch axes"
+            f"prompts_per_step={config.prompts_per_step} is not divisible by the {ways} devices of the mesh's batch axes"
         )
     if config.temperature <= 0:
         raise ValueError(f"temperature={config.temperature}: pairs are of different samples, so it must be above 0")
@@ -76,32 +77,53 @@ def open_online(config: DPOConfig, basis: Basis, dataset: Any, reward_functions)
         )
     if config.judge is not None and config.reward_weights:
         raise ValueError("reward_weights: belongs to reward, not to judge; leave it out")
-    given = reward_functions if reward_functions is not None else config.reward
-    given, eval_given = open_reward_models(given, config.eval_reward_functions, plan=basis.plan, dtype=config.dtype)
-    rewards = resolve_all(given, config.reward_weights) if given else ()
-    judge = load_function(config.judge, option="judge") if config.judge is not None else None
-    eval_rewards = resolve_all(eval_given) if eval_given else rewards
+
+
+def _read(
+    config: DPOConfig,
+    tokenizer: Any,
+    dataset: Any,
+    rewards: tuple[RewardFunction, ...],
+    eval_rewards: tuple[RewardFunction, ...],
+) -> tuple[EncodedPrompts, dict[str, EncodedPrompts]]:
+    """The prompts of training and of each evaluation set, whose routes to rewards are checked."""
     rows = read_rows(dataset if dataset is not None else config.dataset, name="dataset")
     check_routes(rewards, rows, "dataset")
-    prompts = encode_with(config, basis.tokenizer, rows, "dataset")
+    prompts = encode_with(config, tokenizer, rows, "dataset")
     eval_sets = {}
     for name, source in config.eval_dataset.items():
         held = read_rows(source, name=f"eval_dataset {name!r}")
         check_routes(eval_rewards, held, f"eval_dataset {name!r}")
-        eval_sets[name] = encode_with(config, basis.tokenizer, held, f"eval_dataset {name!r}")
+        eval_sets[name] = encode_with(config, tokenizer, held, f"eval_dataset {name!r}")
     if eval_sets and config.eval_steps and not eval_rewards:
         raise ValueError("eval_reward_functions: with a judge, the evaluation needs reward functions of its own")
     check_held_out(prompts, eval_sets)
-    lengths = [len(ids) for encoded in (prompts, *eval_sets.values()) for ids in encoded.ids]
-    buckets = tuple(sorted(config.prompt_buckets)) or default_buckets(lengths)
-    start = choose_bucket(max(lengths), buckets)
+    return prompts, eval_sets
+
+
+def _sampling_of(config: DPOConfig, basis: Basis) -> SamplingConfig:
     sampling = make_sampling(config, basis.tokenizer, basis.generation)
     if sampling.forces:
         raise ValueError(
             "forced_tokens and max_thinking_tokens: sampled pairs are trained whole, with what the policy did not choose; "
             "leave them out"
         )
-    count = config.prompts_per_step * config.num_generations
+    return sampling
+
+
+def open_online(config: DPOConfig, basis: Basis, dataset: Any, reward_functions) -> Online:
+    """Prompts, sampler and rewards. Raises ValueError, naming option, file or row, for what does not fit."""
+    _check(config, basis.plan.batch_ways)
+    given = reward_functions if reward_functions is not None else config.reward
+    given, eval_given = open_reward_models(given, config.eval_reward_functions, plan=basis.plan, dtype=config.dtype)
+    rewards = resolve_all(given, config.reward_weights) if given else ()
+    judge = load_function(config.judge, option="judge") if config.judge is not None else None
+    eval_rewards = resolve_all(eval_given) if eval_given else rewards
+    prompts, eval_sets = _read(config, basis.tokenizer, dataset, rewards, eval_rewards)
+    lengths = [len(ids) for encoded in (prompts, *eval_sets.values()) for ids in encoded.ids]
+    buckets = tuple(sorted(config.prompt_buckets)) or default_buckets(lengths)
+    start = choose_bucket(max(lengths), buckets)
+    sampling, count = _sampling_of(config, basis), config.prompts_per_step * config.num_generations
     steps = compile_steps(basis.model, basis.plan, objective=None, tx=optax.identity(), rows=count, sampling=sampling,
                           lora=lora_of(config))  # fmt: skip
     table = Table(

@@ -14,7 +14,6 @@ import jax
 import jax.numpy as jnp
 
 from jaxrl_lm import hlo, hlo_loops
-from jaxrl_lm.config import SamplingConfig
 from jaxrl_lm.decode_steps import compile_decode, state_layouts
 from jaxrl_lm.generate import begin
 from jaxrl_lm.hlo import Collective
@@ -24,6 +23,7 @@ from jaxrl_lm.models import Model, ModelConfig, build
 from jaxrl_lm.plan_config import PlanConfig
 from jaxrl_lm.plan_places import mesh_sizes, places_of, plans_of
 from jaxrl_lm.plan_steps import PlannedStep, planned_sampling, trace_steps, with_machine_defaults
+from jaxrl_lm.sampling_config import SamplingConfig
 from jaxrl_lm.sharding import Plan
 from jaxrl_lm.topologies import parse_topology
 

@@ -21,7 +21,7 @@ from jaxrl_lm.plan_config import PlanConfig
 from jaxrl_lm.plan_steps import reward_models, weights_of, with_machine_defaults
 from jaxrl_lm.prepare import microbatches_of
 from jaxrl_lm.sharding import Plan
-from jaxrl_lm.steps import state_shardings, trained_specs
+from jaxrl_lm.train_state import state_shardings, trained_specs
 
 LORA_RANK = 16  # of the adapter that a reference would be shared through
 

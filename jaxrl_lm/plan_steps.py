@@ -24,7 +24,6 @@ from jaxrl_lm.checks import (
     resolve_algorithm,
     updates_per_step,
 )
-from jaxrl_lm.config import SamplingConfig
 from jaxrl_lm.models import BLOCK, Model, ModelConfig, build, critic_specs, decode_specs, stacked
 from jaxrl_lm.models.attention import choose as choose_attention
 from jaxrl_lm.models.hf_config import config_from_hf, read_json
@@ -33,6 +32,7 @@ from jaxrl_lm.plan_config import PlanConfig, open_model_config
 from jaxrl_lm.prepare import compile_run
 from jaxrl_lm.reward_model import PREFIX
 from jaxrl_lm.rule_tables import sampling_of
+from jaxrl_lm.sampling_config import SamplingConfig
 from jaxrl_lm.sharding import Plan
 from jaxrl_lm.steps import Steps, minibatch_rows
 from jaxrl_lm.topologies import parse_topology

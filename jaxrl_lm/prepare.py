@@ -4,7 +4,6 @@
 """
 
 import dataclasses
-import hashlib
 from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -25,20 +24,17 @@ from jaxrl_lm.assemble import (
 from jaxrl_lm.batch import BatchRule
 from jaxrl_lm.checks import (
     check,
-    check_held_out,
     check_own,
     check_rewards,
-    check_routes,
     moves_reference,
     needs_reference,
     resolve_algorithm,
     updates_per_step,
 )
-from jaxrl_lm.config import GRPOConfig, MachineOptions, PromptOptions, SamplingConfig
-from jaxrl_lm.data import default_buckets, read_rows
+from jaxrl_lm.config import GRPOConfig, MachineOptions
 from jaxrl_lm.distill import DistillObjective
 from jaxrl_lm.distributed import place
-from jaxrl_lm.encode import EncodedPrompts, encode_prompts
+from jaxrl_lm.encode import EncodedPrompts
 from jaxrl_lm.fit_steps import StreamSteps, compile_streams
 from jaxrl_lm.judges import Rewards, open_rewards
 from jaxrl_lm.layout import check_layout, share_of
@@ -47,10 +43,12 @@ from jaxrl_lm.models import Model, eos_token_ids
 from jaxrl_lm.optim import optimizer_of
 from jaxrl_lm.options import from_dict
 from jaxrl_lm.placement import Placement, check_placement, open_placement, placement_notes
+from jaxrl_lm.prompt_sets import Data, Rows, drop_notes, encode_data, fingerprint, read_data
 from jaxrl_lm.rewards import RewardFunction
 from jaxrl_lm.rollout import Sampler
 from jaxrl_lm.rule_tables import rule_tables, sampling_of
 from jaxrl_lm.runs import check_processes
+from jaxrl_lm.sampling_config import SamplingConfig
 from jaxrl_lm.sharding import Plan, build_plan
 from jaxrl_lm.steps import Steps, compile_steps
 from jaxrl_lm.types import Params
@@ -84,36 +82,6 @@ class Setup(NamedTuple):
     total_steps: int
     fingerprint: str  # of the training prompts: a resumed run must see the same
     notes: list[str]  # what the run should say at its start
-
-
-def encode_with(config: PromptOptions, tokenizer: Any, rows: list[dict[str, Any]], name: str) -> EncodedPrompts:
-    """The rows' prompts, encoded as a config's options say."""
-    return encode_prompts(
-        rows,
-        tokenizer,
-        max_prompt_length=config.max_prompt_length,
-        long_prompts=config.long_prompts,
-        prompt_template=config.prompt_template,
-        system_prompt=config.system_prompt,
-        name=name,
-    )
-
-
-def drop_notes(sets: dict[str, EncodedPrompts], limit: int) -> list[str]:
-    """What to say of prompts that were longer than the limit."""
-    return [
-        f"{name}: {encoded.dropped} prompts dropped and {encoded.cut} cut, longer than max_prompt_length={limit}"
-        for name, encoded in sets.items()
-        if encoded.dropped or encoded.cut
-    ]
-
-
-def fingerprint(prompts: EncodedPrompts) -> str:
-    """A hash of the encoded prompts and their rows, in order."""
-    digest = hashlib.blake2b(digest_size=16)
-    for ids, row in zip(prompts.ids, prompts.rows, strict=True):
-        digest.update(repr((ids, sorted(row.items()))).encode())
-    return digest.hexdigest()
 
 
 def vocabulary_notes(model: Model, tokenizer: Any) -> list[str]:
@@ -238,43 +206,6 @@ def whole_objective(
     return objective if mix is None else mix.objective(objective, score_chunk=config.score_chunk)
 
 
-class Data(NamedTuple):
-    """Encoded prompts, and the padded lengths that hold them."""
-
-    prompts: EncodedPrompts
-    eval_sets: dict[str, EncodedPrompts]
-    buckets: tuple[int, ...]
-
-
-Rows = list[dict[str, Any]]
-
-
-def read_data(config: GRPOConfig, dataset: Any, rewards: Rewards) -> tuple[Rows, dict[str, Rows]]:
-    """Rows of the training set and of the evaluation sets, whose routes to rewards are checked."""
-    rows = read_rows(dataset if dataset is not None else config.dataset, name="dataset")
-    check_routes(rewards.train, rows, "dataset")
-    eval_rows = {name: read_rows(source, name=f"eval_dataset {name!r}") for name, source in config.eval_dataset.items()}
-    for name, held in eval_rows.items():
-        check_routes(rewards.evaluate, held, f"eval_dataset {name!r}")
-    return rows, eval_rows
-
-
-def encode_data(config: GRPOConfig, tokenizer: Any, rows: Rows, eval_rows: dict[str, Rows]) -> Data:
-    """The prompts as tokens. Raises ValueError for a held-out prompt that is trained on, or that fits no bucket."""
-    prompts = encode_with(config, tokenizer, rows, "dataset")
-    eval_sets = {
-        name: encode_with(config, tokenizer, held, f"eval_dataset {name!r}") for name, held in eval_rows.items()
-    }
-    check_held_out(prompts, eval_sets)
-    lengths = [len(ids) for encoded in (prompts, *eval_sets.values()) for ids in encoded.ids]
-    buckets = tuple(sorted(config.prompt_buckets)) or default_buckets(lengths)
-    if max(lengths) > buckets[-1]:
-        raise ValueError(
-            f"prompt_buckets={buckets}: the longest prompt has {max(lengths)} tokens; add a bucket that holds it"
-        )
-    return Data(prompts, eval_sets, buckets)
-
-
 def start_notes(
     config: GRPOConfig,
     model: Model,
@@ -307,6 +238,33 @@ def steps_in_all(config: GRPOConfig, prompts: int) -> int:
     return max(1, round(config.num_epochs * prompts / config.prompts_per_step))
 
 
+def check_options(
+    config: GRPOConfig,
+    placement: Placement,
+    *,
+    advantages: Callable[..., jax.Array] | None,
+    objective: Objective | None,
+) -> None:
+    """What options alone say about each other and about the mesh. Raises ValueError, naming the option."""
+    plan = placement.train
+    check(config, plan.batch_ways)
+    check_layout(config, plan)
+    check_placement(config, placement, reference=needs_reference(config), moves=moves_reference(config))
+    check_mix(config, plan.batch_ways, microbatches_of(config))
+    check_teacher(config)
+    check_own(config, advantages=advantages, objective=objective)
+
+
+def open_streams(config: GRPOConfig, tokenizer: Any, sampling: SamplingConfig, told: Rows, data: Data) -> Mix | None:
+    """The further streams of each update. Raises ValueError for one that holds what the run is evaluated on."""
+    eos = sampling.eos_token_ids[0] if tokenizer.eos_token_id is None else tokenizer.eos_token_id
+    ids = {"eos_token_id": eos, "pad_token_id": sampling.pad_token_id}
+    mix = open_mix(config, tokenizer, **ids, told=told, prompts=data.prompts.rows)
+    if mix is not None:
+        check_held_out_streams(mix, data.eval_sets)
+    return mix
+
+
 def prepare(
     config: GRPOConfig,
     *,
@@ -321,12 +279,7 @@ def prepare(
     check_processes(config)
     placement, lora = open_placement(config), lora_of(config)
     plan = placement.train
-    check(config, plan.batch_ways)
-    check_layout(config, plan)
-    check_placement(config, placement, reference=needs_reference(config), moves=moves_reference(config))
-    check_mix(config, plan.batch_ways, microbatches_of(config))
-    check_teacher(config)
-    check_own(config, advantages=advantages, objective=objective)
+    check_options(config, placement, advantages=advantages, objective=objective)
     config, rewards = open_rewards(config, reward_functions, placement)
     check_rewards(config, rewards.train)
     rows, eval_rows = read_data(config, dataset, rewards)
@@ -338,11 +291,7 @@ def prepare(
     data = encode_data(config, tokenizer, rows, eval_rows)
     sampling, algorithm = make_sampling(config, tokenizer, generation), resolve_algorithm(config)
     total_steps = steps_in_all(config, len(data.prompts.ids))
-    pad, eos = sampling.pad_token_id, tokenizer.eos_token_id
-    eos = sampling.eos_token_ids[0] if eos is None else eos
-    mix = open_mix(config, tokenizer, eos_token_id=eos, pad_token_id=pad, told=told, prompts=data.prompts.rows)
-    if mix is not None:
-        check_held_out_streams(mix, data.eval_sets)
+    mix = open_streams(config, tokenizer, sampling, told, data)
     teacher_model, teacher = open_teacher(config, tokenizer, plan) or (None, None)
     own = {"advantages": advantages, "objective": whole_objective(config, algorithm, objective, teacher_model, mix)}
     own["placement"] = placement

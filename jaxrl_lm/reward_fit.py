@@ -38,7 +38,7 @@ from jaxrl_lm.models import (
 from jaxrl_lm.optim import optimizer_of
 from jaxrl_lm.reward_sequences import encode_comparisons, encode_outcomes, encode_steps
 from jaxrl_lm.sharding import Plan
-from jaxrl_lm.steps import state_shardings
+from jaxrl_lm.train_state import state_shardings
 from jaxrl_lm.types import ComparisonBatch, Frozen, LabelledBatch, Params, TrainState
 
 PROCESS_LABELS = 2  # wrong and right, as in TRL

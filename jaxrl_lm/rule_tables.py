@@ -9,9 +9,10 @@ from typing import Any
 import numpy as np
 from jaxtyping import Bool, Int
 
-from jaxrl_lm.config import SamplingConfig, SamplingOptions
+from jaxrl_lm.config import SamplingOptions
 from jaxrl_lm.data import load_function
 from jaxrl_lm.logit_rules import Tables, check_rules, make_grammar
+from jaxrl_lm.sampling_config import SamplingConfig
 from jaxrl_lm.stops import read_vocabulary, stop_table, token_bytes
 
 PLAIN = (

@@ -6,7 +6,7 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Bool, Float, Int32, Key
 
-from jaxrl_lm.config import SamplingConfig
+from jaxrl_lm.sampling_config import SamplingConfig
 
 BLOCK = 128
 

@@ -18,7 +18,7 @@ from jaxrl_lm.given import Given, HostRows, Stateless, Table, fingerprint
 from jaxrl_lm.models import merge
 from jaxrl_lm.objectives import SFTObjective
 from jaxrl_lm.sequences import encode_sft
-from jaxrl_lm.steps import trained_specs
+from jaxrl_lm.train_state import trained_specs
 from jaxrl_lm.types import Frozen, Params, SFTBatch, TrainState
 
 

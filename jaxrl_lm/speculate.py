@@ -16,7 +16,7 @@ from typing import NamedTuple
 import jax.numpy as jnp
 from jaxtyping import Array, Int32
 
-from jaxrl_lm.config import SamplingConfig
+from jaxrl_lm.sampling_config import SamplingConfig
 from jaxrl_lm.types import Requests
 
 NOTHING = -1  # in place of a guess

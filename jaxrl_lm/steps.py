@@ -18,21 +18,10 @@ from jaxtyping import Array, Float, Int32
 
 from jaxrl_lm.batch import BatchRule, Coefficients, Rated
 from jaxrl_lm.chunks import Chunks, advance, begin
-from jaxrl_lm.config import SamplingConfig
 from jaxrl_lm.credit import Credit, CreditRule
 from jaxrl_lm.distributed import place
 from jaxrl_lm.generate import collect, generate, prepare_decode
-from jaxrl_lm.models import (
-    LoraConfig,
-    Model,
-    classifier_specs,
-    critic_specs,
-    decode_specs,
-    lora_specs,
-    stacked,
-    value_specs,
-)
-from jaxrl_lm.moments import is_tiles, layout_of
+from jaxrl_lm.models import LoraConfig, Model, classifier_specs, critic_specs, decode_specs, stacked
 from jaxrl_lm.placement import Placement
 from jaxrl_lm.rows import (
     credit_rows,
@@ -44,7 +33,9 @@ from jaxrl_lm.rows import (
     value_rows,
     whole,
 )
+from jaxrl_lm.sampling_config import SamplingConfig
 from jaxrl_lm.sharding import Plan, move, on_host
+from jaxrl_lm.train_state import follow, like_moments, start, state_shardings, trained_specs
 from jaxrl_lm.types import (
     CriticBatch,
     ImplicitBatch,
@@ -144,64 +135,6 @@ def row_keys(key: jax.Array, purpose: Int32[Array, ""], step: Int32[Array, ""], 
     return jax.vmap(jax.random.fold_in, (None, 0))(key, jnp.arange(rows, dtype=jnp.int32))
 
 
-def follow(reference: Params, policy: Params, ema: Float[Array, ""]) -> Params:
-    """ema · reference + (1 − ema) · policy, in the weights' dtype."""
-    return jax.tree.map(lambda r, p: (ema * r + (1.0 - ema) * p).astype(r.dtype), reference, policy)
-
-
-def trained_specs(
-    model: Model, *, lora: LoraConfig | None = None, critic: str = "none", prm: bool = False
-) -> dict[str, Any]:
-    """The declarations of all weights that are trained, by the name of their tree. `prm`: an implicit process reward
-    model among them."""
-    specs = {"policy": model.specs if lora is None else lora_specs(model, lora)}
-    if prm:
-        specs["prm"] = model.specs
-    if critic == "none":
-        return specs
-    return specs | {"critic": {"head": value_specs(model.config)} if critic == "shared" else critic_specs(model)}
-
-
-def state_shardings(
-    specs: dict[str, Any], plan: Plan, tx: optax.GradientTransformation, dtype: str, *, reference: bool = False
-) -> tuple[TrainState, TrainState]:
-    """Shapes with layouts of the whole training state, which a checkpoint is restored into, and the layouts; from the
-    declarations of what is trained (`trained_specs`) alone.
-
-    `reference`: the state holds a reference that moves, in the form of the policy's tree.
-    """
-    key = jax.eval_shape(lambda: jax.random.key(0))
-    is_spec = lambda node: hasattr(node, "axes")
-    params = jax.tree.map(lambda spec: jax.ShapeDtypeStruct(spec.shape, jnp.dtype(dtype)), specs, is_leaf=is_spec)
-    layouts = {name: plan.tree(tree) for name, tree in specs.items()}
-    opt_state = jax.eval_shape(tx.init, params)
-    opt_layouts = _like_moments(tx, opt_state, layouts, plan.replicated)
-    extra, extra_layout = {"lr_scale": jax.ShapeDtypeStruct((), jnp.float32)}, {"lr_scale": plan.replicated}
-    if reference:
-        extra["reference"], extra_layout["reference"] = params["policy"], layouts["policy"]
-    step = jax.ShapeDtypeStruct((), jnp.int32)
-    placed = TrainState(plan.replicated, layouts, opt_layouts, plan.replicated, extra_layout)
-    with_layout = lambda x, layout: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=layout)
-    return jax.tree.map(with_layout, TrainState(step, params, opt_state, key, extra), placed), placed
-
-
-def _like_moments(tx: optax.GradientTransformation, opt_state: Any, layouts: dict[str, Any], every: Any) -> Any:
-    """The layouts of the optimiser's state: those of the parameters, for all else `every`."""
-    return optax.tree.map_params(
-        tx, layout_of, opt_state, layouts, transform_non_params=lambda _: every, is_leaf=is_tiles
-    )
-
-
-def start(
-    params: dict[str, Params], key: jax.Array, *, tx: optax.GradientTransformation, reference: bool
-) -> TrainState:
-    """The state before the first step; with a reference that moves it is a copy of the policy."""
-    extra = {"lr_scale": jnp.ones((), jnp.float32)}
-    if reference:
-        extra["reference"] = jax.tree.map(jnp.copy, params["policy"])
-    return TrainState(jnp.zeros((), jnp.int32), params, tx.init(params), key, extra)
-
-
 def lay_out(policy: Params, base: Params | None, *, model: Model, lora: LoraConfig | None) -> Params:
     """The policy's weights as decoding reads them."""
     return prepare_decode(whole(policy, base, lora), model=model)
@@ -250,7 +183,7 @@ def compile_steps(
         plan=plan,
         placement=placement,
         abstract_state=abstract,
-        rest=layouts._replace(params=at_rest, opt_state=_like_moments(tx, abstract.opt_state, moments, every)),
+        rest=layouts._replace(params=at_rest, opt_state=like_moments(tx, abstract.opt_state, moments, every)),
         reference=reference_layout(model, placement, policy),
         init=jax.jit(
             bind(start, tx=tx, reference=reference),

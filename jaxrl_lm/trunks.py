@@ -1,7 +1,7 @@
 """Prefixes that lie in caches: samples go on from any place of a row that was read or written, and nothing is read twice.
 
 `Trunks` are states of the engine, each with the rows of one batch, that are made when a prefix of theirs is first asked
-for and dropped after the last; `fork` (`generate.py`) takes prefixes out of them. Labels of steps fork solutions at the
+for and dropped after the last; `fork` (`slots.py`) takes prefixes out of them. Labels of steps fork solutions at the
 ends of their steps, beams fork the rows that wrote them. The compiled parts: `decode_steps.py`.
 """
 
@@ -13,8 +13,8 @@ import numpy as np
 
 from jaxrl_lm.data import choose_bucket, left_pad
 from jaxrl_lm.decode_steps import Forks
-from jaxrl_lm.generate import DecodeState, Prefixes
 from jaxrl_lm.rollout import Sampler
+from jaxrl_lm.slots import DecodeState, Prefixes
 from jaxrl_lm.types import Requests, Rollout
 
 

@@ -3,7 +3,7 @@
 With `SamplingConfig.observation_columns` a row that ends a turn (an end-of-sequence token, a stop string) keeps its slot and
 waits; one that has run into its limit is over and gives it up. The host reads what has been written, and either gives the
 row an observation (`append`: one `extend` at the row's own place, so that nothing that it has read is computed again) or
-ends it (`finish`, which fills the slot from the queue). Then `decode` goes on. The engine: `generate.py`.
+ends it (`finish`, which fills the slot from the queue). Then `decode` goes on. The engine: `generate.py`, `slots.py`.
 """
 
 import jax
@@ -11,10 +11,10 @@ import jax.numpy as jnp
 import numpy as np
 from jaxtyping import Array, Bool, Int, Int32
 
-from jaxrl_lm.config import SamplingConfig
-from jaxrl_lm.generate import EMPTY, PAUSED, DecodeState, _apart, _pick, _refill
 from jaxrl_lm.models import Model, extend
+from jaxrl_lm.sampling_config import SamplingConfig
 from jaxrl_lm.sharding import Plan
+from jaxrl_lm.slots import EMPTY, PAUSED, DecodeState, apart, pick, refill
 from jaxrl_lm.types import Params, Requests
 
 
@@ -33,7 +33,7 @@ def waiting(state: DecodeState) -> Int32[Array, "W"]:
 def room(state: DecodeState, requests: Requests, *, sampling: SamplingConfig) -> Int32[Array, "W"]:
     """How many tokens the row of each slot can be given so that one of its own still has a place; 0 for empty slots."""
     row, parts = row_of(state), state.next.shape[0]
-    limit = _pick(jnp.minimum(requests.max_new, sampling.max_new_tokens), jnp.maximum(row, 0), parts)
+    limit = pick(jnp.minimum(requests.max_new, sampling.max_new_tokens), jnp.maximum(row, 0), parts)
     return jnp.where(row == EMPTY, 0, jnp.maximum(limit - state.drawn - 1, 0))
 
 
@@ -67,10 +67,10 @@ def append(
     last = jnp.take_along_axis(given, jnp.maximum(count - 1, 0)[:, None], axis=1)[:, 0]
 
     results, (rows, new) = state.results, state.results.tokens.shape
-    where = _apart(jnp.where(takes, row, rows // parts), parts)
-    places = _apart(jnp.where(counts, state.drawn[:, None] + column, new), parts)
+    where = apart(jnp.where(takes, row, rows // parts), parts)
+    places = apart(jnp.where(counts, state.drawn[:, None] + column, new), parts)
     put = jax.vmap(lambda buffer, row, place, value: buffer.at[row[:, None], place].set(value, mode="drop"))
-    one = lambda buffer, value: put(_apart(buffer, parts), where, places, _apart(value, parts)).reshape(buffer.shape)
+    one = lambda buffer, value: put(apart(buffer, parts), where, places, apart(value, parts)).reshape(buffer.shape)
     unmark = jax.vmap(lambda buffer, row: buffer.at[row].set(False, mode="drop"))
     turn = jnp.broadcast_to(_next_turn(state, row)[:, None], given.shape)
     return state._replace(
@@ -82,14 +82,14 @@ def append(
         results=results._replace(
             tokens=one(results.tokens, given),
             turns=one(results.turns, turn),
-            ended=unmark(_apart(results.ended, parts), where).reshape(rows),
+            ended=unmark(apart(results.ended, parts), where).reshape(rows),
         ),
     )
 
 
 def _next_turn(state: DecodeState, row: Int32[Array, "W"]) -> Int32[Array, "W"]:
     """The number of the turn that a slot's row begins after tokens that it is given now: of its own turns, not of gifts."""
-    turns = _pick(state.results.turns, jnp.maximum(row, 0), state.next.shape[0])
+    turns = pick(state.results.turns, jnp.maximum(row, 0), state.next.shape[0])
     before = jnp.take_along_axis(turns, jnp.maximum(state.drawn - 1, 0)[:, None], axis=1)[:, 0]
     after = jnp.maximum(turns.max(1), 1) + 1
     return jnp.where(state.drawn == 0, 1, jnp.where(before > 0, before, after))
@@ -107,10 +107,10 @@ def finish(
     if cut is not None:
         row = jnp.where(over & cut & (state.request != EMPTY), row_of(state), rows // parts)
         unmark = jax.vmap(lambda buffer, row: buffer.at[row].set(False, mode="drop"))
-        ended = unmark(_apart(state.results.ended, parts), _apart(row, parts)).reshape(rows)
+        ended = unmark(apart(state.results.ended, parts), apart(row, parts)).reshape(rows)
         state = state._replace(results=state.results._replace(ended=ended))
     state = state._replace(request=jnp.where(over, EMPTY, state.request))
-    return _refill(state, parts, rows // parts, None, plan) if slots < rows else state
+    return refill(state, None, plan) if slots < rows else state
 
 
 def _check_shapes(state: DecodeState, observations, lengths, sampling: SamplingConfig) -> None:

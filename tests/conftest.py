@@ -3,6 +3,7 @@
 Shapes are checked by jaxtyping and beartype (`--jaxtyping-packages` in pyproject.toml).
 """
 
+import dataclasses
 import os
 from importlib.metadata import version
 
@@ -51,3 +52,27 @@ def tiny_config():
         qk_norm=True,
         initializer_range=0.3,
     )
+
+
+@pytest.fixture(scope="module")
+def model(tiny_config):
+    """The small decoder with two layers; a file that needs another model has its own fixture of this name."""
+    from jaxrl_lm.models import build
+
+    return build(dataclasses.replace(tiny_config, num_layers=2))
+
+
+@pytest.fixture(scope="module")
+def params(model):
+    """Weights that all count, of the file's model."""
+    from tiny_engine import random_params
+
+    return random_params(model)
+
+
+@pytest.fixture(scope="module")
+def weights(model, params):
+    """The same, as generation reads them."""
+    from jaxrl_lm.generate import prepare_decode
+
+    return prepare_decode(params, model=model)

@@ -11,18 +11,19 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 import tiny_run
-from test_generate import EOS, random_params, requests
+from tiny_engine import EOS, requests
 
-from jaxrl_lm.config import SamplingConfig
-from jaxrl_lm.generate import DecodeState, decode, fork, generate, prepare_decode, read_prompts, start
+from jaxrl_lm.generate import decode, generate, prepare_decode, read_prompts
 from jaxrl_lm.models import build, kv_cache
 from jaxrl_lm.models import decode as decoding
 from jaxrl_lm.models.kv_cache import rounded, stored
 from jaxrl_lm.plan_config import PlanConfig, open_model_config
 from jaxrl_lm.plan_estimate import cache_bytes, step_memory
 from jaxrl_lm.plan_steps import blocks_read
+from jaxrl_lm.sampling_config import SamplingConfig
 from jaxrl_lm.score import score
 from jaxrl_lm.sharding import Plan, make_mesh
+from jaxrl_lm.slots import DecodeState, fork, start
 
 PROMPTS, GROUP, COLUMNS, NEW = 4, 2, 6, 10
 ROWS = PROMPTS * GROUP
@@ -30,21 +31,6 @@ LENGTHS = np.array([6, 1, 4, 3])
 TOKENS = np.random.default_rng(0).integers(10, 48, (PROMPTS, COLUMNS)).astype(np.int32)
 SEGMENTS = (np.arange(COLUMNS) >= COLUMNS - LENGTHS[:, None]).astype(np.int32)
 LIMITS = np.array([10, 4, 7, 10, 1, 10, 5, 9])
-
-
-@pytest.fixture(scope="module")
-def model(tiny_config):
-    return build(dataclasses.replace(tiny_config, num_layers=2))
-
-
-@pytest.fixture(scope="module")
-def params(model):
-    return random_params(model)
-
-
-@pytest.fixture(scope="module")
-def weights(model, params):
-    return prepare_decode(params, model=model)
 
 
 def asked(**changes):

@@ -15,9 +15,8 @@ from jaxrl_lm.credit import Credit, CreditRule, Outcomes, action_ids
 from jaxrl_lm.metrics import result
 from jaxrl_lm.models import build
 from jaxrl_lm.objectives import ImplicitObjective, PolicyObjective
-from jaxrl_lm.rows import credit_rows
+from jaxrl_lm.rows import credit_rows, implicit_rows
 from jaxrl_lm.score import score
-from jaxrl_lm.steps import implicit_rows
 from jaxrl_lm.types import Frozen, Rollout, Scores
 
 X = arrays()

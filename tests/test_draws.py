@@ -15,8 +15,8 @@ import numpy as np
 import pytest
 import tiny_run
 import torch
-from test_generate import random_params, requests, same
 from test_select import rollout_of
+from tiny_engine import requests, same
 from transformers import (
     MinNewTokensLengthLogitsProcessor,
     RepetitionPenaltyLogitsProcessor,
@@ -25,13 +25,14 @@ from transformers import (
 )
 
 from jaxrl_lm import checks, cli, inference, rule_tables
-from jaxrl_lm.config import EvalConfig, GenerateConfig, GRPOConfig, SamplingConfig
-from jaxrl_lm.generate import generate, prepare_decode
+from jaxrl_lm.config import EvalConfig, GenerateConfig, GRPOConfig
+from jaxrl_lm.generate import generate
 from jaxrl_lm.lab.tokenizer import lab_tokenizer
 from jaxrl_lm.logit_rules import RuleState, Tables, check_rules, make_grammar, ruled, tokens_seen
 from jaxrl_lm.models import build, positions
 from jaxrl_lm.rollout import Replay
 from jaxrl_lm.sampling import draw, nucleus, truncate
+from jaxrl_lm.sampling_config import SamplingConfig
 from jaxrl_lm.score import score
 from jaxrl_lm.step_rewards import place_steps
 
@@ -267,14 +268,8 @@ def model(tiny_config):
 
 
 @pytest.fixture(scope="module")
-def params(model):
-    return random_params(model)
-
-
-@pytest.fixture(scope="module")
-def sampler(model, params):
+def sampler(model, weights):
     """sampler(name of rules, slots) -> requests -> Rollout; one compilation each."""
-    weights = prepare_decode(params, model=model)
 
     @functools.cache
     def make(name, slots=4):

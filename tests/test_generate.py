@@ -11,49 +11,19 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from tiny_engine import EOS, requests, same
 
-from jaxrl_lm.config import SamplingConfig
 from jaxrl_lm.generate import generate, prepare_decode
 from jaxrl_lm.models import Model, ModelConfig, build, positions
 from jaxrl_lm.models import decode as decoding
+from jaxrl_lm.sampling_config import SamplingConfig
 from jaxrl_lm.score import score
-from jaxrl_lm.types import Requests
 
 ROWS, PROMPT, NEW = 8, 6, 10
 LENGTHS = np.array([6, 1, 3, 5, 2, 6, 4, 1])  # of the prompts, left-padded
 TOKENS = np.random.default_rng(0).integers(10, 48, (ROWS, PROMPT)).astype(np.int32)
 SEGMENTS = (np.arange(PROMPT) >= PROMPT - LENGTHS[:, None]).astype(np.int32)
 MIXED = np.array([1.0, 0.5, 2.0, 0.0, 1.3, 0.6, 1.0, 0.8], np.float32)
-EOS = (3, 17)
-
-
-def random_params(model, seed=0):
-    """Weights that all count, from numpy, which compiles nothing."""
-    rng = np.random.default_rng(seed)
-    mean, std = {"normal": 0.0, "ones": 1.0, "zeros": 0.0}, {"normal": 0.2, "ones": 0.2, "zeros": 0.2}
-    one = lambda spec: jnp.asarray(rng.normal(mean[spec.init], std[spec.init], spec.shape), jnp.float32)
-    return jax.tree.map(one, model.specs, is_leaf=lambda leaf: hasattr(leaf, "axes"))
-
-
-def requests(tokens, segments, seed=0, max_new=NEW, temperature=1.0, step=7, keys=None):
-    rows = len(tokens) if keys is None else len(keys)
-    full = lambda value, dtype: jnp.asarray(np.broadcast_to(np.asarray(value, dtype), (rows,)))
-    return Requests(
-        tokens=jnp.asarray(tokens, jnp.int32),
-        segment_ids=jnp.asarray(segments, jnp.int32),
-        keys=jax.random.split(jax.random.key(seed), rows) if keys is None else keys,
-        max_new=full(max_new, np.int32),
-        temperature=full(temperature, np.float32),
-        policy_step=jnp.asarray(step, jnp.int32),
-    )
-
-
-def same(a, b, rows_of_a=slice(None)):
-    """Two rollouts equal bit for bit, the rows of a reordered first."""
-    for name, x, y in zip(a._fields, a, b, strict=True):
-        if x is not None:
-            np.testing.assert_array_equal(np.asarray(x)[rows_of_a], y, err_msg=name)
-
 
 # --- the tiny decoder -------------------------------------------------------------------------------------------------
 
@@ -64,21 +34,11 @@ def model(tiny_config):
 
 
 @pytest.fixture(scope="module")
-def params(model):
-    return random_params(model)
-
-
-@pytest.fixture(scope="module")
-def decode_params(model, params):
-    return prepare_decode(params, model=model)
-
-
-@pytest.fixture(scope="module")
-def sample(model, decode_params):
+def sample(model, weights):
     """The one compiled sampler of this section; the last test counts."""
     sampling = SamplingConfig(max_new_tokens=NEW, eos_token_ids=EOS, pad_token_id=0)
     compiled = jax.jit(functools.partial(generate, model=model, sampling=sampling))
-    call = lambda request: compiled(decode_params, request)
+    call = lambda request: compiled(weights, request)
     call.compiled = compiled
     return call
 
@@ -173,15 +133,15 @@ def test_another_key_is_another_sample(sample, mixed):
     assert differ[MIXED >= 0.5].all()
 
 
-def test_prompts_shared_by_a_group_and_other_widths_give_the_same_rows(model, decode_params, sample):
+def test_prompts_shared_by_a_group_and_other_widths_give_the_same_rows(model, weights, sample):
     """4 prompts × 2 samples against 8 prompts, and 4 rows alone: other widths, so equal within rounding."""
     sampling = SamplingConfig(max_new_tokens=NEW, eos_token_ids=EOS, pad_token_id=0)
     keys = jax.random.split(jax.random.key(11), ROWS)
     twice = np.repeat(np.arange(4), 2)
     wide = sample(requests(TOKENS[twice], SEGMENTS[twice], keys=keys))
     run = jax.jit(functools.partial(generate, model=model, sampling=sampling))
-    grouped = run(decode_params, requests(TOKENS[:4], SEGMENTS[:4], keys=jax.random.clone(keys)))
-    narrow = run(decode_params, requests(TOKENS[twice[:4]], SEGMENTS[twice[:4]], keys=jax.random.clone(keys)[:4]))
+    grouped = run(weights, requests(TOKENS[:4], SEGMENTS[:4], keys=jax.random.clone(keys)))
+    narrow = run(weights, requests(TOKENS[twice[:4]], SEGMENTS[twice[:4]], keys=jax.random.clone(keys)[:4]))
     assert not np.array_equal(wide.tokens[0], wide.tokens[1])  # a group's rows differ by their keys
     for other, rows in ((grouped, slice(None)), (narrow, slice(0, 4))):
         np.testing.assert_array_equal(other.tokens, wide.tokens[rows])
@@ -197,11 +157,11 @@ def test_values_of_arrays_compile_nothing(sample, mixed):
     assert sample.compiled._cache_size() == before
 
 
-def test_rows_that_are_no_multiple_of_the_prompts_are_refused(model, decode_params):
+def test_rows_that_are_no_multiple_of_the_prompts_are_refused(model, weights):
     sampling = SamplingConfig(max_new_tokens=NEW, eos_token_ids=EOS, pad_token_id=0)
     request = requests(TOKENS[:3], SEGMENTS[:3], keys=jax.random.split(jax.random.key(0), 8))
     with pytest.raises(ValueError, match="8 rows are not a multiple of 3 prompts"):
-        generate(decode_params, request, model=model, sampling=sampling)
+        generate(weights, request, model=model, sampling=sampling)
 
 
 # --- a chain: the logits of the next token are a table of the last one --------------------------------------------------

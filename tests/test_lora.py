@@ -13,12 +13,12 @@ import torch
 from safetensors.numpy import load_file, save_file
 from transformers import CONFIG_MAPPING, AutoModelForCausalLM
 
-from jaxrl_lm.config import SamplingConfig
 from jaxrl_lm.generate import generate, prepare_decode
 from jaxrl_lm.models import LoraConfig, build, decode_specs, decoder_specs, lora, peft, positions
 from jaxrl_lm.models.hf_config import config_from_hf
 from jaxrl_lm.models.hf_files import Safetensors
 from jaxrl_lm.models.hf_table import flatten, read_params
+from jaxrl_lm.sampling_config import SamplingConfig
 from jaxrl_lm.score import score
 from jaxrl_lm.sharding import Plan, make_mesh
 from jaxrl_lm.types import Requests
@@ -44,11 +44,6 @@ def random_tree(specs, seed, dtype=np.float32):
     std = {"normal": 0.2, "ones": 0.2, "zeros": 0.2, "fan_in": 0.2}
     one = lambda spec: jnp.asarray((spec.init == "ones") + rng.normal(0, std[spec.init], spec.shape), dtype)
     return jax.tree.map(one, specs, is_leaf=is_spec)
-
-
-@pytest.fixture(scope="module")
-def model(tiny_config):
-    return build(dataclasses.replace(tiny_config, num_layers=2))
 
 
 @pytest.fixture(scope="module")

@@ -27,7 +27,7 @@ from jaxrl_lm.assemble import lora_of, make_batch_rules
 from jaxrl_lm.checks import check, needs_reference, resolve_algorithm
 from jaxrl_lm.clock import Clock
 from jaxrl_lm.collect import Collected, Judged
-from jaxrl_lm.config import GRPOConfig, SamplingConfig
+from jaxrl_lm.config import GRPOConfig
 from jaxrl_lm.fit_steps import compile_streams
 from jaxrl_lm.given import table_of
 from jaxrl_lm.host import make_host
@@ -36,11 +36,12 @@ from jaxrl_lm.mix import Mix, Stream, check_mix
 from jaxrl_lm.models import Model, build, positions
 from jaxrl_lm.models.layers import ParamSpec
 from jaxrl_lm.rollout import Sampled
+from jaxrl_lm.sampling_config import SamplingConfig
 from jaxrl_lm.score import score
 from jaxrl_lm.sequences import Example, Examples
 from jaxrl_lm.sharding import Plan, make_mesh
 from jaxrl_lm.step_rewards import StepRewards
-from jaxrl_lm.steps import trained_specs
+from jaxrl_lm.train_state import trained_specs
 from jaxrl_lm.types import Frozen, Rollout
 
 STEPS = 10

@@ -17,7 +17,7 @@ from jaxrl_lm.moments import LogTiles, Tiles, moment_bytes
 from jaxrl_lm.optim import make_optimizer
 from jaxrl_lm.score import score
 from jaxrl_lm.sharding import Plan, make_mesh
-from jaxrl_lm.steps import state_shardings
+from jaxrl_lm.train_state import state_shardings
 
 pytestmark = pytest.mark.usefixtures("cached")
 

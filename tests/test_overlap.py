@@ -17,19 +17,20 @@ import overlap_run
 import pytest
 import test_replay
 import tiny_run
-from test_generate import EOS, random_params, requests, same
 from test_slots import COLUMNS, LIMITS, NEW, ROWS, SEGMENTS, TEMPERATURE, TOKENS
+from tiny_engine import EOS, requests, same
 
 from jaxrl_lm import GRPOConfig, chunks, loop
 from jaxrl_lm.assemble import make_batch_rules
 from jaxrl_lm.checks import check, old_logprobs_of, resolve_algorithm
-from jaxrl_lm.config import SamplingConfig
-from jaxrl_lm.generate import PAUSED, begin, collect, generate, prepare_decode
+from jaxrl_lm.generate import begin, collect, generate
 from jaxrl_lm.host import make_host
 from jaxrl_lm.models import build
 from jaxrl_lm.placement import Placement
 from jaxrl_lm.rollout import earlier, replay
+from jaxrl_lm.sampling_config import SamplingConfig
 from jaxrl_lm.sharding import build_plan
+from jaxrl_lm.slots import PAUSED
 
 # --- decoding in chunks -----------------------------------------------------------------------------------------------
 
@@ -37,11 +38,6 @@ from jaxrl_lm.sharding import build_plan
 @pytest.fixture(scope="module")
 def model(tiny_config):
     return build(dataclasses.replace(tiny_config, num_layers=1))
-
-
-@pytest.fixture(scope="module")
-def weights(model):
-    return prepare_decode(random_params(model), model=model)
 
 
 def test_chunks_give_the_bits_of_one_run_and_show_each_row_once_it_has_ended(model, weights):

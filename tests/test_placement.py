@@ -13,13 +13,13 @@ from jax.sharding import PartitionSpec as P
 from test_sharding import host_params
 
 from jaxrl_lm.batch import BatchRule, Coefficients, Rated
-from jaxrl_lm.config import SamplingConfig
 from jaxrl_lm.credit import CreditRule
 from jaxrl_lm.models import ModelConfig, build, decode_specs
 from jaxrl_lm.objectives import PolicyObjective
 from jaxrl_lm.optim import make_optimizer
 from jaxrl_lm.plan_config import PlanConfig
 from jaxrl_lm.plan_steps import trace_steps
+from jaxrl_lm.sampling_config import SamplingConfig
 from jaxrl_lm.score import by_columns, token_scores
 from jaxrl_lm.sharding import Plan, make_mesh
 from jaxrl_lm.steps import compile_steps

@@ -14,7 +14,7 @@ import tiny_run
 
 import jaxrl_lm.sharding.mesh
 from jaxrl_lm import placement as placing
-from jaxrl_lm.config import GRPOConfig, PPOConfig, SamplingConfig
+from jaxrl_lm.config import GRPOConfig, PPOConfig
 from jaxrl_lm.loop import run as run_prepared
 from jaxrl_lm.memory import device_bytes
 from jaxrl_lm.models import LoraConfig, ModelConfig, init_lora, load, lora_specs, save_reward_model
@@ -24,6 +24,7 @@ from jaxrl_lm.plan_config import PlanConfig
 from jaxrl_lm.plan_estimate import step_memory
 from jaxrl_lm.plan_steps import trace_steps
 from jaxrl_lm.prepare import prepare
+from jaxrl_lm.sampling_config import SamplingConfig
 from jaxrl_lm.sharding import HOST, Plan, build_plan, keep, make_mesh, move, moved_bytes, on_host
 from jaxrl_lm.steps import compile_steps
 

@@ -10,7 +10,8 @@ import tiny_run
 from jaxrl_lm import GRPOConfig, algos
 from jaxrl_lm.checks import LEAST, check, resolve_algorithm, updates_per_step
 from jaxrl_lm.lab.task import lab_step_rewards
-from jaxrl_lm.prepare import fingerprint, prepare
+from jaxrl_lm.prepare import prepare
+from jaxrl_lm.prompt_sets import fingerprint
 
 
 @pytest.fixture(scope="module")

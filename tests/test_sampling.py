@@ -7,8 +7,8 @@ import pytest
 import torch
 from transformers import MinPLogitsWarper, TopKLogitsWarper, TopPLogitsWarper
 
-from jaxrl_lm.config import SamplingConfig
 from jaxrl_lm.sampling import BLOCK, categorical, draw, truncate
+from jaxrl_lm.sampling_config import SamplingConfig
 
 DRAWS = 20_000
 

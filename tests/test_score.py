@@ -9,8 +9,8 @@ import numpy as np
 import pytest
 
 from jaxrl_lm.models import Model, build, positions
+from jaxrl_lm.rows import score_rows
 from jaxrl_lm.score import score, token_scores
-from jaxrl_lm.steps import score_rows
 
 SEGMENTS = np.array(
     [
@@ -35,15 +35,6 @@ LOGPROB_PULL, ENTROPY_PULL = RNG.normal(size=(2, ROWS, COLUMNS)).astype(np.float
 @pytest.fixture(scope="module")
 def model(tiny_config):
     return build(tiny_config)
-
-
-@pytest.fixture(scope="module")
-def params(model):
-    """Weights that all count, from numpy, which compiles nothing."""
-    rng = np.random.default_rng(0)
-    mean, std = {"normal": 0.0, "ones": 1.0, "zeros": 0.0}, {"normal": 0.2, "ones": 0.2, "zeros": 0.2}
-    one = lambda spec: jnp.asarray(rng.normal(mean[spec.init], std[spec.init], spec.shape), jnp.float32)
-    return jax.tree.map(one, model.specs, is_leaf=lambda leaf: hasattr(leaf, "axes"))
 
 
 class HeadOnly(Model):

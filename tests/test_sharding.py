@@ -13,13 +13,13 @@ from jax.sharding import AxisType, NamedSharding
 from jax.sharding import PartitionSpec as P
 
 from jaxrl_lm.batch import BatchRule, Coefficients, Rated
-from jaxrl_lm.config import SamplingConfig
 from jaxrl_lm.credit import CreditRule
 from jaxrl_lm.metrics import result
 from jaxrl_lm.models import build, decode_specs, decoder_specs
 from jaxrl_lm.models.layers import ParamSpec
 from jaxrl_lm.objectives import PolicyObjective
 from jaxrl_lm.optim import make_optimizer
+from jaxrl_lm.sampling_config import SamplingConfig
 from jaxrl_lm.sharding import RULES, Plan, make_mesh
 from jaxrl_lm.steps import compile_steps
 from jaxrl_lm.types import Frozen, Requests, Scores

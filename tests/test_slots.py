@@ -11,14 +11,15 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from test_generate import EOS, random_params, requests, same
+from tiny_engine import EOS, random_params, requests, same
 
-from jaxrl_lm.config import SamplingConfig
-from jaxrl_lm.generate import Prefixes, collect, decode, fork, generate, prepare_decode, read_prompts, start
+from jaxrl_lm.generate import collect, decode, generate, prepare_decode, read_prompts
 from jaxrl_lm.models import build
 from jaxrl_lm.models import decode as decoding
+from jaxrl_lm.sampling_config import SamplingConfig
 from jaxrl_lm.score import score
 from jaxrl_lm.sharding import Plan, make_mesh
+from jaxrl_lm.slots import Prefixes, fork, start
 
 PROMPTS, GROUP, COLUMNS, NEW = 8, 3, 6, 12
 ROWS = PROMPTS * GROUP
@@ -27,21 +28,6 @@ TOKENS = np.random.default_rng(0).integers(10, 48, (PROMPTS, COLUMNS)).astype(np
 SEGMENTS = (np.arange(COLUMNS) >= COLUMNS - LENGTHS[:, None]).astype(np.int32)
 LIMITS = np.random.default_rng(1).permutation(np.repeat([0, 1, 2, 3, 5, NEW], 4)).astype(np.int32)
 TEMPERATURE = np.random.default_rng(2).choice([0.0, 0.7, 1.0, 1.5], ROWS).astype(np.float32)
-
-
-@pytest.fixture(scope="module")
-def model(tiny_config):
-    return build(dataclasses.replace(tiny_config, num_layers=2))
-
-
-@pytest.fixture(scope="module")
-def params(model):
-    return random_params(model)
-
-
-@pytest.fixture(scope="module")
-def weights(model, params):
-    return prepare_decode(params, model=model)
 
 
 @pytest.fixture(scope="module")

@@ -14,17 +14,19 @@ import numpy as np
 import pyarrow.parquet as pq
 import pytest
 import tiny_run
-from test_generate import EOS, PATHS, Chain, completions, greedy, random_params, requests, same, stop_rows
+from test_generate import PATHS, Chain, completions, greedy, stop_rows
 from test_slots import GROUP, LIMITS, NEW, ROWS, SEGMENTS, TEMPERATURE, TOKENS
+from tiny_engine import EOS, requests, same
 
 from jaxrl_lm import speculate
 from jaxrl_lm.checkpoint import Checkpoints
-from jaxrl_lm.config import SamplingConfig
-from jaxrl_lm.generate import decode, generate, prepare_decode, read_prompts, start
+from jaxrl_lm.generate import decode, generate, prepare_decode, read_prompts
 from jaxrl_lm.models import build, decode_specs
 from jaxrl_lm.rollout import Earlier
+from jaxrl_lm.sampling_config import SamplingConfig
 from jaxrl_lm.score import score
 from jaxrl_lm.sharding import Plan, make_mesh
+from jaxrl_lm.slots import start
 
 DRAFT = 3
 
@@ -32,16 +34,6 @@ DRAFT = 3
 @pytest.fixture(scope="module")
 def model(tiny_config):
     return build(dataclasses.replace(tiny_config, num_layers=1))
-
-
-@pytest.fixture(scope="module")
-def params(model):
-    return random_params(model)
-
-
-@pytest.fixture(scope="module")
-def weights(model, params):
-    return prepare_decode(params, model=model)
 
 
 def sampling_of(source=None, eos=EOS, new=NEW, draft=DRAFT, **options):

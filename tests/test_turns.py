@@ -10,15 +10,16 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from test_generate import random_params, requests, same
+from tiny_engine import random_params, requests, same
 
-from jaxrl_lm.config import SamplingConfig
 from jaxrl_lm.decode_steps import compile_turns
-from jaxrl_lm.generate import collect, decode, fork, prepare_decode, read_prompts, start
+from jaxrl_lm.generate import collect, decode, prepare_decode, read_prompts
 from jaxrl_lm.models import build
 from jaxrl_lm.models import decode as decoding
+from jaxrl_lm.sampling_config import SamplingConfig
 from jaxrl_lm.score import score
 from jaxrl_lm.sharding import Plan, make_mesh
+from jaxrl_lm.slots import fork, start
 from jaxrl_lm.turns import append, check_append
 
 PROMPTS, GROUP, COLUMNS, NEW, WIDTH, VOCAB = 8, 2, 6, 24, 5, 48
@@ -84,21 +85,6 @@ class Engine:
         if np.asarray(lengths).any():
             state = self.steps.append(self.weights, given, state, observations, lengths)
         return self.steps.finish(state, over, cut) if np.asarray(over).any() else state
-
-
-@pytest.fixture(scope="module")
-def model(tiny_config):
-    return build(dataclasses.replace(tiny_config, num_layers=2))
-
-
-@pytest.fixture(scope="module")
-def params(model):
-    return random_params(model)
-
-
-@pytest.fixture(scope="module")
-def weights(model, params):
-    return prepare_decode(params, model=model)
 
 
 @pytest.fixture(scope="module")

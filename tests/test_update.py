@@ -33,15 +33,6 @@ def model(tiny_config):
     return build(tiny_config)
 
 
-@pytest.fixture(scope="module")
-def params(model):
-    """Weights that all count, from numpy, which compiles nothing."""
-    rng = np.random.default_rng(0)
-    mean, std = {"normal": 0.0, "ones": 1.0, "zeros": 0.0}, {"normal": 0.2, "ones": 0.2, "zeros": 0.2}
-    one = lambda spec: jnp.asarray(rng.normal(mean[spec.init], std[spec.init], spec.shape), jnp.float32)
-    return jax.tree.map(one, model.specs, is_leaf=lambda leaf: hasattr(leaf, "axes"))
-
-
 def policy_batch(beta=0.1, **fields):
     """A batch of random numbers, with NaN wherever nothing may be read."""
     rng = np.random.default_rng(1)
