@@ -103,22 +103,24 @@ def parts_of(family, sampling):
 
 
 def at_once(family, sampling):
-    """Its own first half is a row's earlier completion where these are asked for."""
+    """With guesses rows are colder, so that they repeat themselves; their own first halves are their earlier completions."""
     run = jax.jit(functools.partial(generate, **parts_of(family, sampling)))
-    given = asked()
+    guesses = sampling.num_speculative_tokens is not None
+    heat = TEMPERATURE * np.float32(0.25) if guesses else TEMPERATURE
+    given = asked(temperature=heat)
     if family.model.plan is not None:
         plan = family.model.plan.for_decode()
         given = jax.tree.map(lambda x: jax.device_put(x, plan.rows if x.ndim else plan.replicated), given)
-    if sampling.num_speculative_tokens and sampling.speculative_source == "last_epoch":
+    if guesses and sampling.speculative_source == "last_epoch":
         given = given._replace(drafts=jnp.full((ROWS, NEW), -1))
         rollout = run(family.weights, given)
         known = np.asarray(rollout.action_mask) & (np.arange(COLUMNS + NEW) < COLUMNS + NEW // 2)
         given = given._replace(drafts=jnp.asarray(np.where(known, rollout.tokens, -1)[:, COLUMNS:]))
         given = given._replace(keys=jax.random.split(jax.random.key(0), ROWS))
     rollout = run(family.weights, given)
-    if sampling.num_speculative_tokens:
-        assert np.asarray(rollout.passes).sum() < np.asarray(rollout.action_mask).sum()  # some guesses came true
-    return [(rollout, TEMPERATURE)]
+    if guesses:  # some come true
+        assert np.asarray(rollout.passes).sum() < 0.9 * np.asarray(rollout.action_mask).sum()
+    return [(rollout, heat)]
 
 
 def in_chunks(family, sampling):
@@ -211,9 +213,9 @@ WINDOW, HALF = {"sliding_window": 5}, {"dtype": "bfloat16"}
 PATHS = {
     "truncation, prompt lookup, slots": (at_once, {}, {}, TRUNCATED | LOOKUP | {"slots": 4}, 128),
     "last epoch, slots, windows": (at_once, WINDOW, {}, EPOCH | {"slots": 4}, 4),
-    "int8, prompt lookup, slots": (at_once, {}, {}, INT8 | LOOKUP | {"slots": 4}, 4),
+    "int8, last epoch, slots": (at_once, {}, {}, INT8 | EPOCH | {"slots": 4}, 4),
     "int8, rules, windows": (at_once, WINDOW, {}, INT8 | RULES | {"slots": 6}, 4),
-    "bfloat16, prompt lookup, slots": (at_once, HALF, {}, LOOKUP | {"slots": 4}, 4),
+    "bfloat16, last epoch, slots": (at_once, HALF, {}, EPOCH | {"slots": 4}, 4),
     "bfloat16, int8": (at_once, HALF, {}, INT8, 128),
     "llama": (at_once, LLAMA, {}, {"slots": 4}, 128),
     "mistral": (at_once, MISTRAL, {}, {"slots": 4}, 4),
@@ -266,11 +268,13 @@ def test_prompts_and_caches_of_several_blocks(family, changes, options):
     segments = (np.arange(columns) >= columns - lengths[:, None]).astype(np.int32)
     own, sampling = family(changes), sampling_of(slots=4, eos_token_ids=(), **options)
     keys = jax.random.split(jax.random.key(0), rows)
-    given = requests(tokens, segments, keys=keys, max_new=NEW, temperature=TEMPERATURE[:rows])
+    heat = TEMPERATURE[:rows] * np.float32(0.25 if sampling.num_speculative_tokens else 1)
+    given = requests(tokens, segments, keys=keys, max_new=NEW, temperature=heat)
     rollout = jax.jit(functools.partial(generate, model=own.model, sampling=sampling))(own.weights, given)
-    scores = own.logprobs(rollout.tokens, rollout.segment_ids, TEMPERATURE[:rows])
+    scores = own.logprobs(rollout.tokens, rollout.segment_ids, heat)
     found = np.abs(np.asarray(rollout.logprobs - scores))[np.asarray(rollout.action_mask)]
     assert found.size == rows * NEW
+    assert rollout.passes is None or np.asarray(rollout.passes).sum() < 0.9 * found.size
     assert_bounded(found, sampling.kv_cache_dtype)
 
 
