@@ -140,6 +140,31 @@ def endings(*, completions):
     return [None if text[-1:].isdigit() or len(text) < 2 else [(len(text) // 2, 0.5)] for text in completions]
 
 
+def waiting(directory, step):
+    """Of the batch that waits in a checkpoint the largest difference between its log-probs and the scorer's, by the weights
+    of the step before and by the checkpoint's own."""
+    import jax
+    import numpy as np
+
+    from jaxrl_lm.checkpoint import Checkpoints
+    from jaxrl_lm.inference import restore_policy
+    from jaxrl_lm.rollout import unpack_array
+    from jaxrl_lm.score import score
+    from jaxrl_lm.sharding import build_plan
+
+    with Checkpoints(directory / "checkpoints", read_only=True) as checkpoints:
+        saved = checkpoints.restore_host(step=step)["flight"]["arrays"]
+    names = ("tokens", "segment_ids", "temperature", "logprobs", "action_mask")
+    tokens, segments, heat, logprobs, mask = (unpack_array(saved[name]) for name in names)
+    found = []
+    for number in (step - 1, step):
+        policy = restore_policy(directory, build_plan({"data": 1}), step=number)
+        run = jax.jit(lambda *rows, model=policy.model: score(*rows[:3], model=model, temperature=rows[3]).logprobs)
+        scores = np.asarray(run(policy.params, tokens, segments, heat))
+        found.append(float(np.abs(scores - logprobs)[mask].max()))
+    return found
+
+
 # Batches with all that a batch can have: rewards of steps, log-probs before truncation and after, tokens that the policy
 # did not choose, groups of earlier steps; greedy answers, beside which there are no rewards of steps.
 AHEAD = {"max_off_policy_steps": 1, "reward_weights": (2.0, 0.01)}
@@ -193,6 +218,7 @@ def main(directory):
 
         ahead = {"max_off_policy_steps": 1, "max_steps": 3}
         straight, found["beside_update"] = in_flight(given("straight", **ahead))
+        found["waiting"] = waiting(directory / "straight", 2)
         found["lag"] = [row["sampling/off_policy_steps"] for row in straight.metrics]
         found["policy_step"] = [table[0]["policy_step"][0] for table in facts(straight.directory)[1]]
         found["ratio"] = [row["sampling/importance_ratio/max"] for row in straight.metrics]

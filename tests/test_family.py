@@ -363,6 +363,25 @@ def test_a_step_without_any_row_that_learns_changes_nothing(run, files):
     jax.tree.map(np.testing.assert_array_equal, jax.device_get(found.state.params["policy"]), start)
 
 
+def test_groups_of_equal_rewards_are_no_rows_that_are_skipped(run, files):
+    """Their advantages are 0; each has its optimiser step, its tokens are counted, and other terms learn from it."""
+
+    def reward(*, completions, **_):
+        return [0.5] * len(completions)
+
+    changes = {"reward_functions": [reward], "max_steps": 1, "minibatch_completions": 4, "num_iterations": 1}
+    found, _ = run(entropy_coef=0.1, **changes)
+    values, rows = found.metrics[0], table(found, 1)
+    assert values["frac_reward_zero_std"] == 1.0
+    assert not groups(found, 1, "advantage").any()
+    assert len(rows) == 16
+    assert values["updates"] == int(found.state.step) == 4
+    assert values["num_tokens"] == sum(len(row["prompt"]) + len(row["turn_ids"]) for row in rows)
+    assert values["grad_norm"] > 0
+    dropped, _ = run(entropy_coef=0.1, drop="equal", directory="dropped", **changes)  # where it is asked for
+    assert dropped.metrics[0]["updates"] == int(dropped.state.step) == 0
+
+
 def test_the_gap_to_the_sampler_is_that_of_the_first_update(run):
     """Later ones have moved away from the weights that sampled."""
     found, printed = run(old_logprobs="sampler", num_iterations=4, top_entropy_share=0.9, max_steps=1)

@@ -114,6 +114,12 @@ def test_the_next_batch_is_sampled_beside_the_update_by_the_weights_before_it(fo
     assert min(found["ratio"][1:]) > 1.01
 
 
+def test_the_logprobs_of_a_batch_that_waits_are_those_that_the_weights_before_the_update_give(found):
+    own, later = found["waiting"]
+    assert own < 1e-5
+    assert later > 1e-2
+
+
 def test_a_run_with_a_batch_in_flight_resumes_to_the_same_bits(found):
     """Stopped by a signal after a step, then longer by one step, and by another."""
     assert found["stopped"] == [1, True, True]
