@@ -16,15 +16,16 @@ from test_generate import EOS, random_params, requests
 from test_slots import COLUMNS, GROUP, LENGTHS, NEW, PROMPTS, ROWS, SEGMENTS, TEMPERATURE, TOKENS
 
 from jaxrl_lm import chunks
-from jaxrl_lm.config import SamplingConfig
 from jaxrl_lm.decode_steps import compile_forks
-from jaxrl_lm.generate import begin, collect, decode, fork, generate, prepare_decode, start
+from jaxrl_lm.generate import begin, collect, decode, generate, prepare_decode
 from jaxrl_lm.layout import Cut, pack_rows
 from jaxrl_lm.models import LoraConfig, Model, attention, build, decode_specs, lora
 from jaxrl_lm.models import decode as decoding
 from jaxrl_lm.models.config import LinearRope, Llama3Rope
+from jaxrl_lm.sampling_config import SamplingConfig
 from jaxrl_lm.score import score
 from jaxrl_lm.sharding import Plan, make_mesh
+from jaxrl_lm.slots import fork, start
 
 ROOM = 40  # columns that all rows are scored in, so that a model's scorer compiles once
 # Bounds of the largest and the mean difference, and what the largest must reach where something is rounded: of weights
