@@ -238,6 +238,7 @@ PATHS = {
 def test_the_samplers_logprobs_are_the_scorers(family, monkeypatch, name):
     path, changes, how, options, block = PATHS[name]
     monkeypatch.setattr(decoding, "BLOCK", block)
+    monkeypatch.setattr(decoding, "WHOLE", block)
     monkeypatch.setattr(attention, "INTERPRET", True)  # splash on a CPU
     own, sampling = family(changes, **how), sampling_of(**options)
     for rollout, temperature in path(own, sampling):
