@@ -12,8 +12,8 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 import test_turns
-from test_generate import EOS, random_params, requests
 from test_slots import COLUMNS, GROUP, LENGTHS, NEW, PROMPTS, ROWS, SEGMENTS, TEMPERATURE, TOKENS
+from tiny_engine import EOS, random_params, requests
 
 from jaxrl_lm import chunks
 from jaxrl_lm.decode_steps import compile_forks
