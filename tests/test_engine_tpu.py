@@ -11,7 +11,7 @@ from test_plan import needs_tpu_compiler
 
 from jaxrl_lm import hlo, hlo_loops
 from jaxrl_lm.models import ModelConfig
-from jaxrl_lm.models.cache_write import narrow, turned, write_columns, write_one_column
+from jaxrl_lm.models.cache_write import narrow, turned, write_columns, write_few_columns
 from jaxrl_lm.plan_config import PlanConfig
 from jaxrl_lm.plan_decode import check_steps
 from jaxrl_lm.sharding import Plan, make_mesh
@@ -47,7 +47,7 @@ def test_the_kernel_writes_what_xla_writes(shape, axis, dtype):
     cache = jnp.asarray(random.integers(-99, 99, shape), dtype)
     new = jnp.asarray(random.integers(-99, 99, one), dtype)
     starts = jnp.asarray([0, 7, shape[axis] - 1, shape[axis] + 9, 17], jnp.int32)
-    found = write_one_column(cache, new, starts, axis=axis, interpret=True)
+    found = write_few_columns(cache, new, starts, axis=axis, interpret=True)
     np.testing.assert_array_equal(found, write_columns(cache, new, starts, axis=axis))
 
 
