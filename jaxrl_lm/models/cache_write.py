@@ -85,8 +85,6 @@ def write_few_columns(
         size = room
     tile = (1, heads, *(size if place == axis else extent for place, extent in enumerate(rest, 2)))
     starts = jnp.clip(starts, 0, room - columns)
-    # [W T c d e] with d or e 1: each column a block of its own, that is spread over a tile.
-    new = jnp.expand_dims(jnp.moveaxis(new, axis, 1), axis + 1)
 
     def number(row, part, starts):
         """Of a row's first or last tile, which may be the same: then it is written as it already is."""
@@ -95,17 +93,23 @@ def write_few_columns(
     def kernel(starts, old, new, out):
         row, part = pl.program_id(0), pl.program_id(1)
         first = starts[row] - number(row, part, starts) * size
-        there, found = jax.lax.broadcasted_iota(jnp.int32, tile, axis), old[...]
-        for column in range(columns):
-            found = jnp.where(there == first + column, jnp.broadcast_to(new[:, column], tile), found)
-        out[...] = found
+        there = jax.lax.broadcasted_iota(jnp.int32, tile[2:], axis - 2)
+
+        def one(head, _):  # one after another: the columns of all, spread over their tiles at once, take too much memory
+            given, found = new[0, head], old[0, head]
+            for column in range(columns):
+                spread = jnp.broadcast_to(jax.lax.slice_in_dim(given, column, column + 1, axis=axis - 2), tile[2:])
+                found = jnp.where(there == first + column, spread, found)
+            out[0, head] = found
+
+        jax.lax.fori_loop(0, heads, one, None)
 
     def place(row, part, starts):
         found = number(row, part, starts)
         return (row, 0, found, 0) if axis == 2 else (row, 0, 0, found)
 
     # In main memory before and after: XLA would bring a cache that fits into the chip's memory there and back for it.
-    row = pl.BlockSpec((1, *new.shape[1:]), lambda row, part, _: (row, 0, 0, 0, 0))
+    row = pl.BlockSpec((1, *new.shape[1:]), lambda row, part, _: (row, 0, 0, 0))
     moved = 2 * rows * math.prod(tile) * cache.dtype.itemsize * (size + columns - 1) // size  # a second tile now and then
     return pl.pallas_call(
         kernel,
