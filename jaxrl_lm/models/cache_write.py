@@ -32,11 +32,16 @@ def write_columns(
     *,
     axis: int,
     plan: Plan | None = None,
+    looped: bool = False,
 ) -> Shaped[Array, "W c a b"]:
-    """The cache with `new` at the columns from each row's start up; columns lie along this axis, 2 or 3."""
+    """The cache with `new` at the columns from each row's start up; columns lie along this axis, 2 or 3.
+
+    In a loop (`looped`) it stays in main memory between passes: XLA for TPUs would bring a cache that fits into the chip's
+    memory there and back. Of an argument that is donated XLA refuses to be told so, and no pass follows.
+    """
     new = new.astype(cache.dtype)
     if new.shape[axis] <= min(FEW, cache.shape[axis]) and _on_tpu(plan):
-        return _on_mesh(cache, new, starts, axis, plan)
+        return _on_mesh(cache, new, starts, axis, plan, looped)
     one = lambda old, new, start: jax.lax.dynamic_update_slice_in_dim(old, new, start, axis=axis - 1)
     return jax.vmap(one)(cache, new, starts)
 
@@ -55,11 +60,11 @@ def turned(cache: Any, which: Any) -> Any:
     return jax.tree.map(lambda x, turn: x.swapaxes(2, 3) if turn else x, cache, which)
 
 
-def _on_mesh(cache, new, starts, axis: int, plan: Plan | None):
+def _on_mesh(cache, new, starts, axis: int, plan: Plan | None, looped: bool):
     """The kernel, on each device for its own rows and heads."""
     if axis == 2 and narrow(cache, plan):
-        return _on_mesh(cache.swapaxes(2, 3), new.swapaxes(2, 3), starts, 3, plan).swapaxes(2, 3)
-    write = functools.partial(write_few_columns, axis=axis)
+        return _on_mesh(cache.swapaxes(2, 3), new.swapaxes(2, 3), starts, 3, plan, looped).swapaxes(2, 3)
+    write = functools.partial(write_few_columns, axis=axis, looped=looped)
     if plan is None:
         return write(cache, new, starts)
     spec = lambda x, axes: plan.sharding(axes, x.shape, "a cache").spec
@@ -74,6 +79,7 @@ def write_few_columns(
     starts: Int32[Array, "W"],
     *,
     axis: int,
+    looped: bool = False,
     interpret: bool = False,
 ) -> Shaped[Array, "W c a b"]:
     """The kernel. A start outside of the cache is the nearest from which all columns are inside, as in
@@ -108,7 +114,6 @@ def write_few_columns(
         found = number(row, part, starts)
         return (row, 0, found, 0) if axis == 2 else (row, 0, 0, found)
 
-    # In main memory before and after: XLA would bring a cache that fits into the chip's memory there and back for it.
     row = pl.BlockSpec((1, *new.shape[1:]), lambda row, part, _: (row, 0, 0, 0))
     moved = 2 * rows * math.prod(tile) * cache.dtype.itemsize * (size + columns - 1) // size  # a second tile now and then
     return pl.pallas_call(
@@ -119,9 +124,9 @@ def write_few_columns(
             in_specs=[pl.BlockSpec(tile, place), row],
             out_specs=pl.BlockSpec(tile, place),
         ),
-        out_shape=pltpu.HBM(cache.shape, cache.dtype),
+        out_shape=pltpu.HBM(cache.shape, cache.dtype) if looped else jax.ShapeDtypeStruct(cache.shape, cache.dtype),
         input_output_aliases={1: 0},
         cost_estimate=pl.CostEstimate(flops=0, transcendentals=0, bytes_accessed=moved),
         name="write_few_columns",
         interpret=interpret,
-    )(starts, cache if interpret else pltpu.with_memory_space_constraint(cache, pltpu.HBM), new)
+    )(starts, pltpu.with_memory_space_constraint(cache, pltpu.HBM) if looped else cache, new)
