@@ -297,7 +297,7 @@ def _read(module: Module, computation: str, number: int) -> float:
 
 
 def _retiles(module: Module, one: Instruction) -> bool:
-    """Whether a fusion within another copies its operand onto itself: nothing moves, and it is read by tiles of another size.
+    """Whether a fusion in another copies its operand onto itself: nothing moves, and it is read by tiles of another size.
 
     The TPU compiler writes so of int8, which lies in tiles of 32 × 128 and is multiplied in tiles of 8 × 128.
     """

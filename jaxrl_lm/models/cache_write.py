@@ -101,7 +101,7 @@ def write_few_columns(
         first = starts[row] - number(row, part, starts) * size
         there = jax.lax.broadcasted_iota(jnp.int32, tile[2:], axis - 2)
 
-        def one(head, _):  # one after another: the columns of all, spread over their tiles at once, take too much memory
+        def one(head, _):  # for those of many heads, all spread over their tiles at once, do not fit
             given, found = new[0, head], old[0, head]
             for column in range(columns):
                 spread = jnp.broadcast_to(jax.lax.slice_in_dim(given, column, column + 1, axis=axis - 2), tile[2:])
@@ -115,7 +115,8 @@ def write_few_columns(
         return (row, 0, found, 0) if axis == 2 else (row, 0, 0, found)
 
     row = pl.BlockSpec((1, *new.shape[1:]), lambda row, part, _: (row, 0, 0, 0))
-    moved = 2 * rows * math.prod(tile) * cache.dtype.itemsize * (size + columns - 1) // size  # a second tile now and then
+    tiles = 1 + (columns - 1) / size  # a row: now and then a second one
+    moved = int(2 * rows * tiles * math.prod(tile) * cache.dtype.itemsize)
     return pl.pallas_call(
         kernel,
         grid_spec=pltpu.PrefetchScalarGridSpec(
