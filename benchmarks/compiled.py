@@ -7,7 +7,8 @@
 Rows are named MODEL_TOPOLOGY, with an int8 cache MODEL_TOPOLOGY_int8 (--list prints them). For each step is read, from the
 compiler's own memory and cost analysis and from the program: whether the donated state (the cache, the training state) stays
 where it is, which copies of a cache the decode loop makes, what it gathers, and how many bytes a pass moves beside weights
-and cache, which it has to read. Prompts and completions have 1024 tokens each, 256 rows in as many slots. docs/benchmarks.md holds the output.
+and cache, which it has to read. Prompts and completions have 1024 tokens each, 256 rows in as many slots. Output:
+docs/benchmarks.md.
 """
 
 import argparse
