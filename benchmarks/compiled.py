@@ -4,10 +4,11 @@
     python benchmarks/compiled.py --only llama-3.2-1b_v5e                # the rows whose name holds this
     python benchmarks/compiled.py --only 8b_v5p --steps decode --layers 2    # one compilation, of a model of two layers
 
-Rows are named MODEL_TOPOLOGY (--list prints them). For each step is read, from the compiler's own memory and cost analysis
-and from the program: whether the donated state (the cache, the training state) stays where it is, which copies of a cache
-the decode loop makes, what it gathers, and how many bytes a pass moves beside weights and cache, which it has to read.
-Prompts and completions have 1024 tokens each, 256 rows in as many slots. docs/benchmarks.md holds the output.
+Rows are named MODEL_TOPOLOGY, with an int8 cache MODEL_TOPOLOGY_int8 (--list prints them). For each step is read, from the
+compiler's own memory and cost analysis and from the program: whether the donated state (the cache, the training state) stays
+where it is, which copies of a cache the decode loop makes, what it gathers, and how many bytes a pass moves beside weights
+and cache, which it has to read. Prompts and completions have 1024 tokens each, 256 rows in as many slots. Output:
+docs/benchmarks.md.
 """
 
 import argparse
@@ -30,7 +31,12 @@ class Row(NamedTuple):
 
     @property
     def name(self) -> str:
-        return f"{self.model}_{self.topology}"
+        return f"{self.model}_{self.topology}{'_int8' if self.rounded else ''}"
+
+    @property
+    def rounded(self) -> bool:
+        """Whether the cache is: that changes decoding alone."""
+        return "kv_cache_dtype" in self.options
 
 
 ROWS = (
@@ -39,6 +45,9 @@ ROWS = (
     # Of 16 GB a chip, eight hold a state of 8B with moments of two bytes, and no copy of its weights for each.
     Row("llama-3.1-8b", "v5e:2x4", {"mesh": {"tensor": 8}, "moments_dtype": "bfloat16"}),
     Row("llama-3.1-8b", "v5p:2x2x1", {"mesh": {"fsdp": 2, "tensor": 2}}),
+    Row("llama-3.2-1b", "v5e:2x4", {"mesh": {"fsdp": 4, "tensor": 2}, "kv_cache_dtype": "int8"}),
+    Row("llama-3.1-8b", "v5e:2x4", {"mesh": {"tensor": 8}, "kv_cache_dtype": "int8"}),
+    Row("llama-3.1-8b", "v5p:2x2x1", {"mesh": {"fsdp": 2, "tensor": 2}, "kv_cache_dtype": "int8"}),
 )
 
 
@@ -74,7 +83,8 @@ def line(row: Row, step: Compiled) -> str:
         f"{step.counted / MIB:,.0f}",
         f"{step.seconds:.0f}",
     )
-    return f"| {row.model} | {row.topology} | {mesh} | {step.name} | {' | '.join(numbers)} |"
+    name = f"{step.name}, int8 cache" if row.rounded else step.name
+    return f"| {row.model} | {row.topology} | {mesh} | {name} | {' | '.join(numbers)} |"
 
 
 HEAD = (
@@ -100,7 +110,7 @@ def main():
     for row in chosen:
         model = open_model_config(row.model)
         model = dataclasses.replace(model, num_layers=given.layers or model.num_layers)
-        for name in given.steps:
+        for name in [name for name in given.steps if name == "decode" or not row.rounded]:
             print(line(row, check_steps(config_of(row), model, only=(name,))[name]), flush=True)
 
 

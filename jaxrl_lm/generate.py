@@ -80,7 +80,8 @@ def decode(
         column = state.drawn[:, None] + jnp.arange(reads, dtype=jnp.int32)[None]
         guesses = _guesses(requests, prompts, state, sampling)
         read = jnp.concatenate([state.token[:, None], jnp.maximum(guesses, 0)], axis=1)
-        hidden, cache = extend(params, read, state.cache, model=model, count=active.astype(jnp.int32))
+        alive = active.astype(jnp.int32)
+        hidden, cache = extend(params, read, state.cache, model=model, count=alive, looped=True)
         logits = next_logits(params, hidden.reshape(hidden.shape[0], slots * reads), model=model)
         drawn, chosen = _draw(logits, of(requests.keys), of(requests.temperature), column, state, tables, sampling)
         state = state._replace(cache=cache._replace(lengths=state.cache.lengths))  # nothing that was read counts yet

@@ -11,7 +11,7 @@ from test_plan import needs_tpu_compiler
 
 from jaxrl_lm import hlo, hlo_loops
 from jaxrl_lm.models import ModelConfig
-from jaxrl_lm.models.cache_write import narrow, turned, write_columns, write_one_column
+from jaxrl_lm.models.cache_write import narrow, turned, write_columns, write_few_columns
 from jaxrl_lm.plan_config import PlanConfig
 from jaxrl_lm.plan_decode import check_steps
 from jaxrl_lm.sharding import Plan, make_mesh
@@ -32,22 +32,25 @@ def options(topology, mesh, **changed):
 
 
 @pytest.mark.parametrize(
-    ("shape", "axis", "dtype"),
+    ("shape", "axis", "dtype", "columns"),
     [
-        ((5, 2, 8, 256), 3, "float32"),
-        ((5, 2, 8, 24), 3, "bfloat16"),  # one tile
-        ((5, 1, 256, 8), 2, "bfloat16"),
-        ((5, 2, 40, 8), 2, "int8"),  # no whole tiles
+        ((5, 2, 8, 256), 3, "float32", 1),
+        ((5, 2, 8, 24), 3, "bfloat16", 1),  # one tile
+        ((5, 1, 256, 8), 2, "bfloat16", 1),
+        ((5, 2, 40, 8), 2, "int8", 1),  # no whole tiles
+        ((5, 2, 8, 256), 3, "int8", 5),
+        ((5, 2, 40, 8), 2, "float32", 3),  # no whole tiles
+        ((5, 2, 64, 8), 2, "bfloat16", 16),
     ],
 )
-def test_the_kernel_writes_what_xla_writes(shape, axis, dtype):
-    """Every bit, a start outside included, which both take as the nearest inside."""
+def test_the_kernel_writes_what_xla_writes(shape, axis, dtype, columns):
+    """Every bit, also of columns in two tiles; a start outside included, which both take as the nearest inside."""
     random = np.random.default_rng(0)
-    one = tuple(1 if place == axis else size for place, size in enumerate(shape))
+    one = tuple(columns if place == axis else size for place, size in enumerate(shape))
     cache = jnp.asarray(random.integers(-99, 99, shape), dtype)
     new = jnp.asarray(random.integers(-99, 99, one), dtype)
-    starts = jnp.asarray([0, 7, shape[axis] - 1, shape[axis] + 9, 17], jnp.int32)
-    found = write_one_column(cache, new, starts, axis=axis, interpret=True)
+    starts = jnp.asarray([0, 7, shape[axis] - 1, shape[axis] + 9, {2: 30, 3: 126}[axis]], jnp.int32)
+    found = write_few_columns(cache, new, starts, axis=axis, interpret=True)
     np.testing.assert_array_equal(found, write_columns(cache, new, starts, axis=axis))
 
 
@@ -150,6 +153,35 @@ def test_a_kernel_moves_what_it_says():
     assert hlo.memory_traffic(hlo.parse(text)) == hlo.memory_traffic(hlo.parse(TEXT)) - 2 * 512 + 77
 
 
+def test_an_operand_that_is_read_by_other_tiles_moves_as_what_is_read_of_it():
+    """As the TPU compiler writes a product of a block of int8."""
+    text = """HloModule m
+
+%again (p: s8[64,2048]) -> s8[64,2048] {
+  %p = s8[64,2048]{1,0:T(32,128)(4,1)} parameter(0)
+  ROOT %c = s8[64,2048]{1,0:T(8,128)(4,1)} copy(%p)
+}
+
+%product (q: s8[64,2048], i: s32[]) -> f32[64,128] {
+  %q = s8[64,2048]{1,0:T(32,128)(4,1)} parameter(0)
+  %i = s32[] parameter(1)
+  %f = s8[64,2048]{1,0:T(8,128)(4,1)} fusion(%q), kind=kLoop, output_to_operand_aliasing={{}: (0, {})}, calls=%again
+  %z = s32[] constant(0)
+  %d = s8[64,128]{1,0:T(8,128)(4,1)} dynamic-slice(%f, %z, %i), dynamic_slice_sizes={64,128}
+  ROOT %n = f32[64,128]{1,0:T(8,128)} convert(%d)
+}
+
+ENTRY %main (a: s8[64,2048], i: s32[]) -> f32[64,128] {
+  %a = s8[64,2048]{1,0:T(32,128)(4,1)} parameter(0)
+  %i = s32[] parameter(1)
+  ROOT %r = f32[64,128]{1,0:T(8,128)} fusion(%a, %i), kind=kLoop, calls=%product
+}
+"""
+    assert hlo.memory_traffic(hlo.parse(text)) - 4 == 64 * 128 + 4 * 64 * 128  # but for the number of the block
+    moves = text.replace("output_to_operand_aliasing={{}: (0, {})}, ", "")  # a copy that is none of these reads all
+    assert hlo.memory_traffic(hlo.parse(moves)) - 4 == 64 * 2048 + 4 * 64 * 128
+
+
 # --- compiled ---------------------------------------------------------------------------------------------------------
 
 # The model, where, the options, and what a pass may move for each byte of weights and cache. On a v5p, whose chip memory is
@@ -158,6 +190,7 @@ DECODED = {
     "128 wide, tensor": (WIDE, "v5e:2x4", {"tensor": 8}, {}, 1.2),
     "64 wide, tensor, slots": (NARROW, "v5e:2x4", {"tensor": 8}, {"decode_slots": 128}, 1.2),
     "64 wide, fsdp": (NARROW, "v5e:2x4", {"fsdp": 8}, {}, 1.2),
+    "64 wide, tensor, int8": (NARROW, "v5e:2x4", {"tensor": 8}, {"kv_cache_dtype": "int8"}, 1.25),
     "64 wide, v5p, slots": (NARROW, "v5p:2x2x1", {"fsdp": 2, "tensor": 2}, {"decode_slots": 128}, 1.4),
 }
 
@@ -174,9 +207,20 @@ def test_the_decode_loop_reads_weights_and_cache_and_moves_little_else(name):
     assert not found.moved
     assert all(one.bytes < found.weights / 100 for one in found.gathers)
     # A loop over blocks a layer, and that which fills slots; none over the rows, for writing a column of each.
-    assert found.loops == (16, 16, None) if changed else (16, 16)
+    assert found.loops == ((16, 16, None) if "decode_slots" in changed else (16, 16))
     assert found.least <= 1.01 * found.traffic
     assert found.traffic <= most * found.least
+
+
+@needs_tpu_compiler
+def test_columns_of_guesses_are_written_in_place_too():
+    """Five columns a row of numbers and scales, by the kernel: no loop over rows, and no copy of a cache."""
+    changed = {"kv_cache_dtype": "int8", "decode_slots": 128, "num_speculative_tokens": 4}
+    found = check_steps(options("v5e:2x4", {"tensor": 8}, **changed), WIDE, only=("decode",))["decode"]
+    assert found.cache <= found.donated <= found.aliased
+    assert not [one for one in found.moved if "2176" in one.shape]  # columns: the logits are copied, no cache is
+    assert found.loops == (17, 17, None)
+    assert found.traffic <= 1.3 * found.least
 
 
 @needs_tpu_compiler

@@ -140,14 +140,20 @@ def prefill(
 
 
 def extend(
-    params: Params, tokens: Int32[Array, "W T"], cache: Cache, *, model: Model, count: Int32[Array, "W"] | None = None
+    params: Params,
+    tokens: Int32[Array, "W T"],
+    cache: Cache,
+    *,
+    model: Model,
+    count: Int32[Array, "W"] | None = None,
+    looped: bool = False,
 ) -> tuple[Float[Array, "D W T"], Cache]:
     """Hidden states of the next T tokens of each row after the last norm, and the cache with the first `count` of them.
 
     Each row's tokens stand at its own places from its length up. None: all T count. Of the tokens from `count` up nothing
     stays; their states are not to be read. There must be room for T more columns in each row.
 
-    What attention reads follows from the rows of which a token counts alone.
+    What attention reads follows from the rows of which a token counts alone. `looped`: within a loop over the cache.
     """
     columns = tokens.shape[1]
     places = cache.lengths[:, None] + jnp.arange(columns, dtype=jnp.int32)[None]
@@ -156,7 +162,7 @@ def extend(
     whole = WHOLE if platform_of(model.plan) == "cpu" else BLOCK
 
     def mix(old, q, k, v):
-        new = put(old, k.swapaxes(2, 3), v, cache.lengths, model.plan)
+        new = put(old, k.swapaxes(2, 3), v, cache.lengths, model.plan, looped)
         k, v = jax.tree.map(model.constrain_kv, new)
         return attend_filled(q, k, v, places, filled, window, first, whole=whole), (k, v)
 

@@ -106,9 +106,10 @@ def put(
     v: Float[Array, "W c T K"],
     starts: Int32[Array, "W"],
     plan: Plan | None = None,
+    looped: bool = False,
 ) -> tuple[Keys, Values]:
-    """A layer's cache with new keys and values in it, from a column of each row's own."""
-    one = lambda old, new, axis: write_columns(old, new, starts, axis=axis, plan=plan)
+    """A layer's cache with new keys and values in it, from a column of each row's own; `looped` as `write_columns`."""
+    one = lambda old, new, axis: write_columns(old, new, starts, axis=axis, plan=plan, looped=looped)
     new = stored(k, v, "int8" if isinstance(old[0], Rounded) else None)
     return jax.tree.map(one, old, new, column_axes(*old))
 
