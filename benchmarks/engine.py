@@ -75,7 +75,7 @@ def tail(ours: Ours, tunix: Peer, torch: Peer, turns: int) -> None:
     # One size of each peer, for Tunix compiles each for minutes; `peers.py long_tail --batches` compares more.
     tunix_work, torch_work = {"batch": 8}, {"batch": 16, "mode": "continuous"}
     rate = lambda answer: answer["tokens"] / answer["seconds"]
-    chosen = max((8, 16, 32), key=lambda slots: max(rate(ours.ask("long_tail", slots=slots)) for _ in range(2)))
+    chosen = max((8, 12, 16), key=lambda slots: max(rate(ours.ask("long_tail", slots=slots)) for _ in range(2)))
     calls = {
         "ours": lambda: ours.ask("long_tail", slots=chosen),
         "tunix": lambda: tunix.ask("long_tail", **tunix_work),
@@ -83,7 +83,7 @@ def tail(ours: Ours, tunix: Peer, torch: Peer, turns: int) -> None:
     }
     found = interleaved(calls, 1)
     show(f"long tail: 64 requests, {chosen} slots, tunix {tunix_work}, transformers {torch_work}", found)
-    for slots in (8, 16, 32):
+    for slots in (8, 12, 16):
         answer = ours.ask("long_tail", slots=slots)
         print(
             f"  {slots} slots: {rate(answer):.1f} tokens/s, {answer['passes']} passes (list scheduling "
