@@ -2,6 +2,7 @@
 the kernel that writes the cache, and what reads loops from a program's text."""
 
 import dataclasses
+import functools
 
 import jax
 import jax.numpy as jnp
@@ -210,6 +211,22 @@ def test_the_decode_loop_reads_weights_and_cache_and_moves_little_else(name):
     assert found.loops == ((16, 16, None) if "decode_slots" in changed else (16, 16))
     assert found.least <= 1.01 * found.traffic
     assert found.traffic <= most * found.least
+
+
+@needs_tpu_compiler
+@pytest.mark.parametrize(("shape", "axis"), [((16, 32, 128, 256), 3), ((16, 32, 256, 128), 2)])
+@pytest.mark.parametrize(("columns", "dtype"), [(1, "int8"), (16, "bfloat16")])
+def test_the_kernel_writes_a_donated_cache_of_many_heads_outside_of_a_loop(shape, axis, columns, dtype):
+    """As an observation is appended: nothing is copied."""
+    plan = on_tpu({"fsdp": 4})
+    new = tuple(columns if place == axis else size for place, size in enumerate(shape))
+    at = lambda shape, dtype: jax.ShapeDtypeStruct(
+        shape, dtype, sharding=plan.sharding(("batch",), shape[:1], "a cache")
+    )
+    write = jax.jit(functools.partial(write_columns, axis=axis, plan=plan), donate_argnums=0)
+    memory = write.lower(at(shape, dtype), at(new, dtype), at(shape[:1], "int32")).compile().memory_analysis()
+    assert memory.alias_size_in_bytes == memory.output_size_in_bytes == np.prod(shape) * jnp.dtype(dtype).itemsize / 4
+    assert memory.temp_size_in_bytes < memory.output_size_in_bytes / 4
 
 
 @needs_tpu_compiler
