@@ -355,7 +355,6 @@ def test_the_columns_that_any_row_sees():
 @pytest.mark.parametrize("dtype", [None, "int8"])
 def test_blocks_before_the_windows_are_not_read_and_no_bit_differs(monkeypatch, tiny_config, weights, dtype):
     monkeypatch.setattr(decoding, "BLOCK", 4)
-    monkeypatch.setattr(decoding, "WHOLE", 4)
     model = build(dataclasses.replace(tiny_config, num_layers=2, sliding_window=5))
     reads, real = [], decoding.dot_keys
 

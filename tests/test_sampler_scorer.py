@@ -238,7 +238,6 @@ PATHS = {
 def test_the_samplers_logprobs_are_the_scorers(family, monkeypatch, name):
     path, changes, how, options, block = PATHS[name]
     monkeypatch.setattr(decoding, "BLOCK", block)
-    monkeypatch.setattr(decoding, "WHOLE", block)
     monkeypatch.setattr(attention, "INTERPRET", True)  # splash on a CPU
     own, sampling = family(changes, **how), sampling_of(**options)
     for rollout, temperature in path(own, sampling):
@@ -265,7 +264,6 @@ def test_positions_that_are_off_by_one_would_be_noticed(family, monkeypatch):
 @pytest.mark.parametrize(("changes", "options"), [((), {}), ((("sliding_window", 70),), INT8 | EPOCH)], ids=str)
 def test_prompts_and_caches_of_several_blocks(family, monkeypatch, changes, options):
     """Of 128 columns, as they are; rows of some tokens beside rows of 260."""
-    monkeypatch.setattr(decoding, "WHOLE", 128)
     lengths, rows, columns = np.array([260, 3, 129, 127]), 8, 260
     tokens = np.random.default_rng(8).integers(10, 48, (4, columns)).astype(np.int32)
     segments = (np.arange(columns) >= columns - lengths[:, None]).astype(np.int32)

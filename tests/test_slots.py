@@ -239,7 +239,6 @@ def test_blocks_of_a_cache_are_read_as_the_whole(tiny_config, monkeypatch, windo
     make = lambda: jax.jit(lambda weights, given: generate(weights, given, model=model, sampling=sampling))
     whole = make()(weights, asked())
     monkeypatch.setattr(decoding, "BLOCK", 4)
-    monkeypatch.setattr(decoding, "WHOLE", 4)
     run = make()
     blocks = run(weights, asked())
     np.testing.assert_array_equal(blocks.tokens, whole.tokens)

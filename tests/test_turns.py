@@ -237,7 +237,6 @@ def test_a_stop_string_ends_a_turn_and_is_looked_for_anew_in_the_next(model, wei
 def test_what_is_given_is_read_in_blocks_and_windows_too(tiny_config, monkeypatch):
     """A cache in blocks of 4 columns and a window of 5, against the full forward pass."""
     monkeypatch.setattr(decoding, "BLOCK", 4)
-    monkeypatch.setattr(decoding, "WHOLE", 4)
     model = build(dataclasses.replace(tiny_config, num_layers=2, sliding_window=5))
     params = random_params(model)
     engine, given = Engine(model, prepare_decode(params, model=model), sampling_of()), asked()

@@ -25,13 +25,9 @@ from jaxrl_lm.models.layers import (
     fold,
     rope_frequencies,
 )
-from jaxrl_lm.sharding import platform_of
 from jaxrl_lm.types import Params
 
 BLOCK = 128  # columns of a cache that attention reads at once
-# A cache of at most so many is read whole on a CPU, where XLA copies a block out of it before it multiplies: a copy takes
-# longer than the products with three blocks.
-WHOLE = 512
 
 
 def room_for(columns: int) -> int:
@@ -159,12 +155,11 @@ def extend(
     places = cache.lengths[:, None] + jnp.arange(columns, dtype=jnp.int32)[None]
     window = model.config.sliding_window
     first, filled = columns_seen(cache.lengths, columns, window, count)
-    whole = WHOLE if platform_of(model.plan) == "cpu" else BLOCK
 
     def mix(old, q, k, v):
         new = put(old, k.swapaxes(2, 3), v, cache.lengths, model.plan, looped)
         k, v = jax.tree.map(model.constrain_kv, new)
-        return attend_filled(q, k, v, places, filled, window, first, whole=whole), (k, v)
+        return attend_filled(q, k, v, places, filled, window, first), (k, v)
 
     hidden, layers = _run(params, tokens, places, cache.layers, model, mix)
     return hidden, Cache(layers, cache.lengths + (columns if count is None else count))
@@ -258,14 +253,12 @@ def attend_filled(
     filled: Int32[Array, ""],
     window: int | None,
     first: Int32[Array, ""] | int = 0,
-    *,
-    whole: int | None = None,
 ) -> Float[Array, "W T hK"]:
     """`attend` of tokens at these places of caches of which no row sees a column outside of [first, filled).
 
-    A cache of at most `whole` columns (None: BLOCK) is read at once. Of a longer one the blocks that hold these are read one
-    after another, with the running maximum and sum of the softmax (Milakov and Gimelshein, 2018): a block that a row does
-    not see changes none of its bits. Raises ValueError for a longer cache that is not in whole blocks.
+    Blocks that hold these are read one after another, with the running maximum and sum of the softmax (Milakov and
+    Gimelshein, 2018): a block that a row does not see changes none of its bits. Raises ValueError for a cache that is not
+    in whole blocks.
     """
 
     def sees(start, size) -> Bool[Array, "W T B"]:
@@ -279,7 +272,7 @@ def attend_filled(
     def logits(k, start):
         return jnp.where(sees(start, k.shape[3])[:, None, None], dot_keys(q, k) * width**-0.5, MASKED)
 
-    if room <= (whole or BLOCK):
+    if room <= BLOCK:
         out = read_values(jax.nn.softmax(logits(k, 0), axis=-1), v, q.dtype).astype(q.dtype)
         return jnp.moveaxis(out, 3, 1).reshape(rows, columns, heads * width)
     if room % BLOCK:
