@@ -262,7 +262,7 @@ def test_positions_that_are_off_by_one_would_be_noticed(family, monkeypatch):
 
 
 @pytest.mark.parametrize(("changes", "options"), [((), {}), ((("sliding_window", 70),), INT8 | EPOCH)], ids=str)
-def test_prompts_and_caches_of_several_blocks(family, monkeypatch, changes, options):
+def test_prompts_and_caches_of_several_blocks(family, changes, options):
     """Of 128 columns, as they are; rows of some tokens beside rows of 260."""
     lengths, rows, columns = np.array([260, 3, 129, 127]), 8, 260
     tokens = np.random.default_rng(8).integers(10, 48, (4, columns)).astype(np.int32)
