@@ -103,7 +103,7 @@ def pack_rows(
 
     Few shapes compile: without `pack` the number of packed rows is that of the units and widths are rounded up to an eighth
     of an octave (`bucket`); with it the number of rows is, and widths, which it fills all the same, to a half. Attention is
-    computed in blocks of `block` columns where that leaves out a quarter of it or more.
+    computed in blocks of `block` columns where that leaves out a quarter of it or more and adds few columns.
 
     Raises ValueError for a cut that devices, microbatches and groups do not divide, for rows of a group that differ in their
     prompt, and for a row of several segments.
@@ -238,8 +238,11 @@ def _layout(tokens, action_mask, start: int, cut: Cut, ways: int, group: int, sh
 
 
 def _block_size(filled: list, width: int, group: int, block: int) -> int:
-    """Blocks of keys that a block of columns reads at most, as a `bucket`; 0 where that is hardly fewer than all."""
+    """Blocks of keys that a block of columns reads at most, as a `bucket`; 0 where that is hardly fewer than all, or where
+    whole blocks make the row longer by more than an eighth: all products pay for these columns."""
     every = -(-width // block)
+    if 8 * (every * block - width) > width:
+        return 0
     rows = (row for cells in filled for cell in cells for row in cell)
     most = max((len(seen) for row in rows for seen in _seen_blocks(row, group, block)), default=1)
     most = bucket(most, steps=2, most=every)

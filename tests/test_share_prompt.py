@@ -276,6 +276,21 @@ def test_microbatches_on_a_mesh_give_the_scores_and_gradients_of_one_device(conf
     assert_trees_close(gradient, expected[1][0], 1e-5)
 
 
+@pytest.mark.parametrize(
+    ("prompt", "new", "width", "blocks"),
+    [(39, 46, 416, False), (39, 120, 1024, True), (900, 20, 1092, False), (900, 140, 2048, True)],
+)
+def test_blocks_of_attention_lengthen_a_row_by_an_eighth_at_most(prompt, new, width, blocks):
+    """A group of 8 on one prompt, of `new` tokens each where 4 more could be: 407 take 416 columns, not four blocks."""
+    ids = np.random.default_rng(0).integers(10, 48, (8, prompt + new + 4)).astype(np.int32)
+    ids[:, :prompt] = ids[0, :prompt]
+    real = np.broadcast_to(np.arange(ids.shape[1]) < prompt + new, ids.shape)
+    chosen = real & (np.arange(ids.shape[1]) >= prompt)
+    given = {"start": prompt, "cuts": [Cut(0, 8, 1)], "group": 8, "pack": False}
+    layout = only(pack_rows(ids, real.astype(np.int32), chosen, **given))
+    assert (layout.tokens.shape, layout.reads is not None) == ((1, width), blocks)
+
+
 @pytest.mark.parametrize("pairs", [1 << 22, 1, 60])  # all blocks at once, each alone, two
 def test_attention_by_blocks_is_attention(monkeypatch, pairs):
     monkeypatch.setattr(layers, "PAIRS", pairs)
