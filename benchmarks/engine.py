@@ -100,12 +100,8 @@ def learn(task: str, ours: Ours, torch: Peer, turns: int) -> None:
         sizes = [{"batch": size} for size in (4, 8)]
         found = compare(title, task, ours, own, [(torch, best(torch, task, sizes, **work))], turns)
         m, rates = ours.model.config, limits()
-        flops = (
-            2.0
-            * (layer_weights(m) + m.vocab_size * m.hidden_size)
-            * found["ours"]["tokens"]
-            * (3 if task == "train" else 1)
-        )
+        passes = 3 if task == "train" else 1  # backward is twice forward
+        flops = 2.0 * passes * (layer_weights(m) + m.vocab_size * m.hidden_size) * found["ours"]["tokens"]
         share = flops / found["ours"]["seconds"] / rates["flops"]
         print(f"  products with weights alone: {share:.0%} of {rates['flops'] / 1e9:.0f} GFLOP/s")
 
