@@ -5,7 +5,7 @@ BIN := $(VENV)/bin
 # Memory in pages of 2 MiB, which glibc asks for only if told to; docs/benchmarks.md has what it gives. Elsewhere unread.
 export GLIBC_TUNABLES ?= glibc.malloc.hugetlb=1
 
-# Freed memory is kept, which the system would have to make anew at every step. For the benchmarks: tests need it back.
+# glibc keeps freed memory, which the system would have to make anew at every step.
 KEEP := glibc.malloc.mmap_max=0:glibc.malloc.trim_threshold=100000000000:glibc.malloc.arena_max=1
 
 .PHONY: quickstart test lint bench clean
@@ -21,7 +21,8 @@ lint: $(VENV)/.test
 	$(BIN)/ruff format --check .
 
 bench: $(VENV)/.test
-	GLIBC_TUNABLES=$(GLIBC_TUNABLES):$(KEEP) $(BIN)/python benchmarks/engine.py
+	$(BIN)/python benchmarks/engine.py
+	GLIBC_TUNABLES=$(GLIBC_TUNABLES):$(KEEP) $(BIN)/python benchmarks/engine.py grpo
 
 $(VENV)/bin/python:
 	$(PYTHON) -m venv $(VENV)

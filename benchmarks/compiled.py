@@ -1,8 +1,8 @@
 """What the TPU compiler makes of decoding and of the update, for chips that nobody need own.
 
     python benchmarks/compiled.py                                        # all rows; 20 minutes on a small machine
-    python benchmarks/compiled.py --only llama-3.2-1b_v5e                # the rows whose name holds this
-    python benchmarks/compiled.py --only 8b_v5p --steps decode --layers 2    # one compilation, of a model of two layers
+    python benchmarks/compiled.py --only llama-3.2-1b_v5e                # the row of this name, or all that hold it
+    python benchmarks/compiled.py --only llama-3.1-8b_v5p:2x2x1 --steps decode --layers 2    # one compilation, two layers
 
 Rows are named MODEL_TOPOLOGY, with an int8 cache MODEL_TOPOLOGY_int8 (--list prints them). For each step is read, from the
 compiler's own memory and cost analysis and from the program: whether the donated state (the cache, the training state) stays
@@ -96,15 +96,17 @@ HEAD = (
 
 def main():
     options = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    options.add_argument("--only", default="", help="rows whose name holds this (default: all)")
+    options.add_argument("--only", default="", help="the row of this name, or those whose name holds it (default: all)")
     options.add_argument("--steps", nargs="+", choices=STEPS, default=["decode", "update"], help="(default: both)")
     options.add_argument("--layers", type=int, help="of the model, for a quicker look (default: all)")
     options.add_argument("--list", action="store_true", help="print the rows' names and stop")
     given = options.parse_args()
-    chosen = [row for row in ROWS if given.only in row.name]
+    chosen = [row for row in ROWS if row.name == given.only] or [row for row in ROWS if given.only in row.name]
     if given.list or not chosen:
         names = "\n".join(row.name for row in ROWS)
         raise SystemExit(names if given.list else f"--only {given.only}: no row's name holds this; there are\n{names}")
+    if "decode" not in given.steps and all(row.rounded for row in chosen):
+        raise SystemExit(f"--only {given.only}: rows with an int8 cache decode alone; take --steps decode")
     jax.config.update("jax_platforms", "cpu")
     print(f"| {' | '.join(HEAD)} |\n{'|---' * len(HEAD)}|")
     for row in chosen:

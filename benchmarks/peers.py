@@ -138,7 +138,7 @@ class Peer:
 
 
 def interleaved(calls: dict, turns: int, *, timed: int = 2) -> dict[str, dict]:
-    """The answer with the median seconds of each; the calls take turns.
+    """The answer with the median seconds of each, the lower of two in the middle; the calls take turns.
 
     A turn is one call that is not measured and `timed` that are, as in a run, whose steps follow one another: while
     another has its turn, a virtual machine may take back the memory that this one has freed, and the first call after

@@ -14,7 +14,7 @@ from jaxtyping import Float64
 
 from jaxrl_lm.checks import check_routes
 from jaxrl_lm.config import GenerateConfig, PromptOptions, SamplingOptions
-from jaxrl_lm.data import Row, choose_bucket, read_rows
+from jaxrl_lm.data import Row, read_rows
 from jaxrl_lm.decode_steps import Forks, compile_forks
 from jaxrl_lm.distributed import place
 from jaxrl_lm.encode import EncodedPrompts
@@ -129,7 +129,6 @@ class Completer:
         Raises ValueError where a prompt fits no bucket, or prompts_per_step does not divide over the devices.
         """
         sampler = make_inference(_as_generation(self.config, **changes), self.loaded, self.plan, list(sets))
-        choose_bucket(max(len(ids) for encoded in sets for ids in encoded.ids), sampler.buckets)
         if self._weights is None:
             self._weights = sampler.steps.prepare_decode(self.loaded.params, None)
         return sampler

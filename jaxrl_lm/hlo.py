@@ -279,7 +279,7 @@ def _read(module: Module, computation: str, number: int) -> float:
         if not uses:
             continue
         changed = updated[one.operands[uses[0]]]
-        if one.opcode == "bitcast":
+        if one.opcode == "bitcast" or (one.opcode == "fusion" and _retiles(module, one)):
             updated[one.name] = changed
             if one.root and not changed:  # handed to the surrounding fusion, which works on it
                 return whole
@@ -287,8 +287,6 @@ def _read(module: Module, computation: str, number: int) -> float:
             updated[one.name] = True
         elif one.opcode in ("dynamic-slice", "slice", "gather") and uses == [0]:
             total += math.fsum(arrays(one.shape))
-        elif one.opcode == "fusion" and _retiles(module, one):
-            updated[one.name] = changed
         elif one.opcode == "fusion":
             total += math.fsum(_read(module, one.called[0], place) for place in uses)
         elif one.opcode not in _PASSED:

@@ -22,7 +22,7 @@ from jaxrl_lm.config import (
     SamplingOptions,
     TemplateOptions,
 )
-from jaxrl_lm.data import default_buckets, read_rows
+from jaxrl_lm.data import read_rows
 from jaxrl_lm.distributed import place, writes
 from jaxrl_lm.encode import EncodedPrompts
 from jaxrl_lm.evaluate import evaluate, probe, probe_message
@@ -31,7 +31,7 @@ from jaxrl_lm.models import LoraConfig, Model, merge, save, save_adapter
 from jaxrl_lm.optim import optimizer_of
 from jaxrl_lm.options import from_dict
 from jaxrl_lm.prepare import build_plan, make_sampler, make_sampling, plan_of
-from jaxrl_lm.prompt_sets import drop_notes, encode_with
+from jaxrl_lm.prompt_sets import buckets_of, drop_notes, encode_with
 from jaxrl_lm.reward_fit import reward_state, save_reward
 from jaxrl_lm.reward_model import open_reward_models
 from jaxrl_lm.rewards import resolve_all
@@ -144,7 +144,8 @@ def load_any(name: str, plan: Plan, *, dtype: str | None = None, attention: str 
 def make_inference(
     config: GenerateConfig | EvalConfig, loaded: Loaded, plan: Plan, sets: list[EncodedPrompts]
 ) -> Sampler:
-    """A sampler for these prompts; `prompts_per_step` is a batch."""
+    """A sampler for these prompts; `prompts_per_step` is a batch. Raises ValueError where a prompt fits no bucket, or the
+    batch does not divide over the mesh."""
     sampling = make_sampling(config, loaded.tokenizer, loaded.generation)
     rows = config.prompts_per_step * config.num_generations
     if config.prompts_per_step % plan.batch_ways:
@@ -152,13 +153,12 @@ def make_inference(
             f"prompts_per_step={config.prompts_per_step} is not divisible by the {plan.batch_ways} devices of the mesh"
         )
     steps = compile_steps(loaded.model, plan, objective=None, tx=optax.identity(), rows=rows, sampling=sampling)
-    lengths = [len(ids) for encoded in sets for ids in encoded.ids]
     return make_sampler(
         steps,
         config,
         loaded.tokenizer,
         sampling,
-        buckets=tuple(sorted(config.prompt_buckets)) or default_buckets(lengths),
+        buckets=buckets_of(config, sets)[0],
         prompts=config.prompts_per_step,
         vocab=loaded.model.config.vocab_size,
     )

@@ -19,7 +19,7 @@ from jaxtyping import Bool, Float32, Float64
 from jaxrl_lm.assemble import lora_of
 from jaxrl_lm.checks import check_held_out, check_routes
 from jaxrl_lm.clock import Clock
-from jaxrl_lm.data import batch_indices, choose_bucket, default_buckets, load_function, read_rows
+from jaxrl_lm.data import batch_indices, load_function, read_rows
 from jaxrl_lm.distributed import gather, spread
 from jaxrl_lm.encode import EncodedPrompts
 from jaxrl_lm.evaluate import evaluate, reward_table
@@ -29,7 +29,7 @@ from jaxrl_lm.fit_prepare import Basis, Timing
 from jaxrl_lm.given import Table, pad_sides
 from jaxrl_lm.preferences import PairBatches
 from jaxrl_lm.prepare import make_sampler, make_sampling, vocabulary_notes
-from jaxrl_lm.prompt_sets import drop_notes, encode_with, fingerprint
+from jaxrl_lm.prompt_sets import buckets_of, drop_notes, encode_with, fingerprint
 from jaxrl_lm.reward_model import open_reward_models
 from jaxrl_lm.rewards import RewardError, RewardFunction, columns_of, combine, resolve_all
 from jaxrl_lm.rollout import EVAL, TRAIN, Sampled, Sampler
@@ -120,9 +120,7 @@ def open_online(config: DPOConfig, basis: Basis, dataset: Any, reward_functions)
     judge = load_function(config.judge, option="judge") if config.judge is not None else None
     eval_rewards = resolve_all(eval_given) if eval_given else rewards
     prompts, eval_sets = _read(config, basis.tokenizer, dataset, rewards, eval_rewards)
-    lengths = [len(ids) for encoded in (prompts, *eval_sets.values()) for ids in encoded.ids]
-    buckets = tuple(sorted(config.prompt_buckets)) or default_buckets(lengths)
-    start = choose_bucket(max(lengths), buckets)
+    buckets, start = buckets_of(config, (prompts, *eval_sets.values()))
     sampling, count = _sampling_of(config, basis), config.prompts_per_step * config.num_generations
     steps = compile_steps(basis.model, basis.plan, objective=None, tx=optax.identity(), rows=count, sampling=sampling,
                           lora=lora_of(config))  # fmt: skip

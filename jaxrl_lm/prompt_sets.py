@@ -1,11 +1,12 @@
 """The prompts of a run: rows of files read, routed to rewards, encoded, and the padded lengths that hold them."""
 
 import hashlib
+from collections.abc import Iterable
 from typing import Any, NamedTuple
 
 from jaxrl_lm.checks import check_held_out, check_routes
 from jaxrl_lm.config import GRPOConfig, PromptOptions
-from jaxrl_lm.data import default_buckets, read_rows
+from jaxrl_lm.data import choose_bucket, default_buckets, read_rows
 from jaxrl_lm.encode import EncodedPrompts, encode_prompts
 from jaxrl_lm.judges import Rewards
 
@@ -67,10 +68,14 @@ def encode_data(config: GRPOConfig, tokenizer: Any, rows: Rows, eval_rows: dict[
         name: encode_with(config, tokenizer, held, f"eval_dataset {name!r}") for name, held in eval_rows.items()
     }
     check_held_out(prompts, eval_sets)
-    lengths = [len(ids) for encoded in (prompts, *eval_sets.values()) for ids in encoded.ids]
+    return Data(prompts, eval_sets, buckets_of(config, (prompts, *eval_sets.values()))[0])
+
+
+def buckets_of(config: PromptOptions, sets: Iterable[EncodedPrompts]) -> tuple[tuple[int, ...], int]:
+    """The padded lengths of prompts in rising order, and the one that holds the longest prompt of these sets.
+
+    Those that are declared, or one that holds all. Raises ValueError where the longest fits none.
+    """
+    lengths = [len(ids) for encoded in sets for ids in encoded.ids]
     buckets = tuple(sorted(config.prompt_buckets)) or default_buckets(lengths)
-    if max(lengths) > buckets[-1]:
-        raise ValueError(
-            f"prompt_buckets={buckets}: the longest prompt has {max(lengths)} tokens; add a bucket that holds it"
-        )
-    return Data(prompts, eval_sets, buckets)
+    return buckets, choose_bucket(max(lengths), buckets)

@@ -181,6 +181,17 @@ ENTRY %main (a: s8[64,2048], i: s32[]) -> f32[64,128] {
     assert hlo.memory_traffic(hlo.parse(text)) - 4 == 64 * 128 + 4 * 64 * 128  # but for the number of the block
     moves = text.replace("output_to_operand_aliasing={{}: (0, {})}, ", "")  # a copy that is none of these reads all
     assert hlo.memory_traffic(hlo.parse(moves)) - 4 == 64 * 2048 + 4 * 64 * 128
+    tiles, once = text.index("%f ="), "output_to_operand_aliasing={{}: (0, {})}, calls=%again"
+    handed = f"""%handed (o: s8[64,2048]) -> s8[64,2048] {{
+  %o = s8[64,2048]{{1,0:T(32,128)(4,1)}} parameter(0)
+  ROOT {text[tiles : text.index(chr(10), tiles)].replace("%f =", "%h =").replace("%q", "%o")}
+}}
+
+"""
+    whole = text.replace(once, "calls=%handed").replace(
+        "%product (", handed + "%product ("
+    )  # as a fusion's result: all
+    assert hlo.memory_traffic(hlo.parse(whole)) - 4 == 64 * 2048 + 4 * 64 * 128
 
 
 # --- compiled ---------------------------------------------------------------------------------------------------------
@@ -214,8 +225,12 @@ def test_the_decode_loop_reads_weights_and_cache_and_moves_little_else(name):
 
 
 @needs_tpu_compiler
-@pytest.mark.parametrize(("shape", "axis"), [((16, 32, 128, 256), 3), ((16, 32, 256, 128), 2)])
-@pytest.mark.parametrize(("columns", "dtype"), [(1, "int8"), (16, "bfloat16")])
+@pytest.mark.parametrize(
+    ("shape", "axis"),
+    [((16, 32, 128, 256), 3), ((16, 32, 256, 128), 2), ((16, 32, 256, 64), 2), ((16, 32, 1, 256), 3)],
+    ids=str,
+)
+@pytest.mark.parametrize(("columns", "dtype"), [(1, "int8"), (16, "bfloat16"), (16, "float32")])
 def test_the_kernel_writes_a_donated_cache_of_many_heads_outside_of_a_loop(shape, axis, columns, dtype):
     """As an observation is appended: nothing is copied."""
     plan = on_tpu({"fsdp": 4})

@@ -127,7 +127,7 @@ STEPS = {"step_reward": "jaxrl_lm.lab.task:lab_step_rewards"}
         ({"top_p": 1.5}, r"top_p=1.5: must be in \(0, 1\]"),
         ({"stop": ("",)}, "stop"),
         ({"lr_scheduler": "cosine", "warmup_steps": 20}, "warmup_steps=20 leaves nothing of the run's 20 optimiser steps"),
-        ({"prompt_buckets": (8,)}, r"prompt_buckets=\(8,\): the longest prompt has 14 tokens; add a bucket that holds it"),
+        ({"prompt_buckets": (8,)}, r"prompt_buckets=\(8,\): none holds a prompt of 14 tokens; add a longer one"),
         ({"max_prompt_length": 3}, "dataset: no prompt is left: all 16 have more than max_prompt_length=3 tokens"),
         ({"long_prompts": "error", "max_prompt_length": 10}, "dataset: row 15: the prompt has 14 tokens, more than max_p"),
         ({"prompt_template": "no place"}, "prompt_template='no place' holds {prompt} 0 times"),

@@ -254,9 +254,14 @@ def test_positions_that_are_off_by_one_would_be_noticed(family, monkeypatch):
         return real(params, tokens, places + (tokens.shape[1] == 1), *rest)
 
     monkeypatch.setattr(decoding, "_run", moved)
-    own = family()
-    for kind in (None, "int8"):
-        ((rollout, temperature),) = at_once(own, sampling_of(slots=4, kv_cache_dtype=kind))
+    for changes, options, kind in (
+        ({}, {}, None),
+        ({}, INT8, "int8"),
+        (HALF, {}, "bfloat16"),
+        (HALF, INT8, "bfloat16"),
+    ):
+        own = family(changes)
+        ((rollout, temperature),) = at_once(own, sampling_of(slots=4, **options))
         with pytest.raises(AssertionError):
             assert_bounded(gaps(own, rollout, temperature), kind)
 
@@ -289,7 +294,7 @@ def sampled(family):
     return jax.device_get(rollout)
 
 
-# How rows lie, of a model that differs how, and whether its gradient is taken.
+# How rows lie, of a model that differs how, and whether a gradient is taken, as in an update.
 WAYS = {
     "some columns at a time": (None, {}, False),
     "packed": ({"group": 1, "pack": True}, {}, False),
@@ -318,6 +323,8 @@ def test_the_scorers_logprobs_are_the_samplers(family, sampled, monkeypatch, nam
         return logprobs.sum(), logprobs
 
     run = jax.jit(jax.grad(total, has_aux=True) if gradient else total)
-    found = np.abs(np.asarray(run(own.params, *rows)[1]) - sampled.logprobs)[sampled.action_mask]
+    slope, logprobs = run(own.params, *rows)
+    assert all(np.isfinite(leaf).all() for leaf in jax.tree.leaves(slope))
+    found = np.abs(np.asarray(logprobs) - sampled.logprobs)[sampled.action_mask]
     assert found.size > 100
     assert_bounded(found, None)

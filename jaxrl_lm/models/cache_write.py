@@ -82,8 +82,8 @@ def write_few_columns(
     looped: bool = False,
     interpret: bool = False,
 ) -> Shaped[Array, "W c a b"]:
-    """The kernel. A start outside of the cache is the nearest from which all columns are inside, as in
-    `dynamic_update_slice`."""
+    """The kernel. A start too far up is the last from which all columns are inside, as in `dynamic_update_slice`; one
+    below 0 is 0."""
     rows, heads, *rest = cache.shape
     room, columns = cache.shape[axis], new.shape[axis]
     size = min({2: SUBLANES, 3: LANES}[axis], room)
@@ -115,7 +115,7 @@ def write_few_columns(
         return (row, 0, found, 0) if axis == 2 else (row, 0, 0, found)
 
     row = pl.BlockSpec((1, *new.shape[1:]), lambda row, part, _: (row, 0, 0, 0))
-    tiles = 1 + (columns - 1) / size  # a row: now and then a second one
+    tiles = 1 if size == room else 1 + (columns - 1) / size  # a row: now and then a second one
     moved = int(2 * rows * tiles * math.prod(tile) * cache.dtype.itemsize)
     return pl.pallas_call(
         kernel,
