@@ -3,7 +3,7 @@
     python benchmarks/engine.py [generate long_tail group score train grpo head] [--cache DIR] [--turns 2]
 
 SmolLM2-135M-Instruct in float32 on this machine's CPU; see docs/benchmarks.md for the work, and peers.py for the peers.
-`make bench` runs all of it.
+`make bench` runs all of it, and grpo once more with memory kept (the Makefile has how).
 """
 
 import argparse
@@ -51,7 +51,7 @@ def generate(ours: Ours, tunix: Peer, torch: Peer, turns: int) -> None:
         )  # fmt: skip
         rates, took = limits(), found["ours"]["seconds"]
         first = statistics.median(ours.ask("generate", **work | {"new": 1})["seconds"] for _ in range(3))
-        prompts = prefill_limit(ours.model, rows, 39, rates)  # the last token is the first pass's
+        prompts = prefill_limit(ours.model, rows, 40 - 1, rates)  # the last token is the first pass's
         least = decode_limit(ours.model, rows, 40 + 32, rates)
         passed = (took - first) / 63
         print(

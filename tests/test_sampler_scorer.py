@@ -323,8 +323,8 @@ def test_the_scorers_logprobs_are_the_samplers(family, sampled, monkeypatch, nam
         return logprobs.sum(), logprobs
 
     run = jax.jit(jax.grad(total, has_aux=True) if gradient else total)
-    slope, logprobs = run(own.params, *rows)
-    assert all(np.isfinite(leaf).all() for leaf in jax.tree.leaves(slope))
+    sum_or_gradient, logprobs = run(own.params, *rows)
+    assert all(np.isfinite(leaf).all() for leaf in jax.tree.leaves(sum_or_gradient))
     found = np.abs(np.asarray(logprobs) - sampled.logprobs)[sampled.action_mask]
     assert found.size > 100
     assert_bounded(found, None)
